@@ -1,0 +1,1 @@
+"""Context refinement for search agents: the library behind the notebooks."""
