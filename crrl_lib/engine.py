@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import json
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from crrl_lib.decode import decode
 from crrl_lib.records import Generation, Sampling
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+TAIL = 16  # last tokens in which a stop tag of several tokens is looked for
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """Load a tokenizer; a bare ``tokenizer.json`` beside a known config keeps its own pre-tokenizer."""
+    """Load a tokenizer; a bare ``tokenizer.json`` keeps its own pre-tokenizer beside any config."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     own = Path(path) / "tokenizer_config.json"
-    generic = own.exists() and '"PreTrainedTokenizerFast"' in own.read_text()
+    kind = json.loads(own.read_text()).get("tokenizer_class") if own.exists() else ""
     # AutoTokenizer would take the class of the config's model family and its pre-tokenizer with it.
+    # Transformers 5 writes the second name for the first.
+    generic = kind in ("PreTrainedTokenizerFast", "TokenizersBackend")
     loader = PreTrainedTokenizerFast if generic else AutoTokenizer
     return loader.from_pretrained(str(path))
 
@@ -42,7 +50,7 @@ def open_engine(path: str | Path, agent: Mapping, device: str = "cpu") -> HFEngi
 
 
 class HFEngine:
-    """A Hugging Face causal LM; it shares the model object, so a trainer's update is seen at once."""
+    """A Hugging Face causal LM; it shares the model object: a trainer's update is seen at once."""
 
     def __init__(
         self,
@@ -84,73 +92,63 @@ class HFEngine:
         longest = max((len(p) for p in prompts), default=0)
         if longest + sampling.max_tokens > self.window:
             raise ValueError(
-                f"a prompt of {longest} tokens and {sampling.max_tokens} new ones exceed the model's "
-                f"window of {self.window}; lower max_tokens or K in params.yaml"
+                f"a prompt of {longest} tokens and {sampling.max_tokens} new ones exceed the "
+                f"model's window of {self.window}; lower max_tokens or K in params.yaml"
             )
+        generator = torch.Generator(self.model.device).manual_seed(sampling.seed)
         made: list[Generation | None] = [None] * len(prompts)
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+        training = self.model.training
+        self.model.eval()  # a policy in training must not sample with dropout
         while order:
             size = max(1, self.batch_tokens // (len(prompts[order[-1]]) + sampling.max_tokens))
             batch, order = order[-size:], order[:-size]
-            for i, one in zip(
-                batch, self._batch([prompts[i] for i in batch], sampling), strict=True
-            ):
+            rows = self._batch([prompts[i] for i in batch], sampling, generator)
+            for i, one in zip(batch, rows, strict=True):
                 made[i] = one
+        self.model.train(training)
         return made
 
-    @torch.no_grad()
-    def _batch(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Generation]:
-        """Generate one left-padded batch; rows that hit a stop are padded until the last one does."""
-        device, width = self.model.device, max(len(p) for p in prompts)
-        ids = torch.full((len(prompts), width), self._pad, dtype=torch.long)
-        mask = torch.zeros_like(ids)
-        for row, prompt in enumerate(prompts):
-            ids[row, width - len(prompt) :] = torch.tensor(prompt)
-            mask[row, width - len(prompt) :] = 1
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            torch.manual_seed(sampling.seed)
-            out = self.model.generate(
-                ids.to(device),
-                attention_mask=mask.to(device),
-                generation_config=self._config(sampling),
-                **self._stopping(sampling.stop),
-            )
-        return [self._read(row, sampling.stop) for row in out[:, width:].tolist()]
+    def _batch(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, generator: torch.Generator
+    ) -> list[Generation]:
+        """Generate one batch; nothing of the model's own generation_config takes part."""
+        stops = self._single(sampling.stop)
+        spelt = [tag for tag in sampling.stop if tag not in stops.values()]
 
-    def _config(self, sampling: Sampling) -> GenerationConfig:
-        """Spell every decoding choice out: the model's own generation_config must not add one."""
-        from transformers import GenerationConfig
+        def ended(ids: list[int]) -> bool:
+            if ids[-1] in self._ends or ids[-1] in stops:
+                return True
+            return any(tag in self.decode(ids[-TAIL:]) for tag in spelt) if spelt else False
 
-        greedy = sampling.temperature == 0
-        return GenerationConfig(
-            max_new_tokens=sampling.max_tokens,
-            do_sample=not greedy,
-            temperature=None if greedy else sampling.temperature,
-            top_p=None if greedy else sampling.top_p,
-            top_k=None if greedy else 0,
-            eos_token_id=sorted(self._ends | self._single(sampling.stop).keys()),
-            pad_token_id=self._pad,
-            cache_implementation="static",  # a growing cache copies itself at every token
-            disable_compile=True,
-        )
+        made = decode(self.model, prompts, sampling, generator, ended)
+        return [self._read(ids, logprobs, sampling.stop, stops) for ids, logprobs in made]
 
     def _single(self, stop: Sequence[str]) -> dict[int, str]:
         """Stop tags that are one token of this vocabulary, by id."""
         encoded = {tag: self.encode(tag) for tag in stop}
         return {ids[0]: tag for tag, ids in encoded.items() if len(ids) == 1}
 
-    def _stopping(self, stop: Sequence[str]) -> dict:
-        """Stop on text where a tag is several tokens: they merge with what stands around them."""
-        spelt = [tag for tag in stop if tag not in self._single(stop).values()]
-        return {"stop_strings": spelt, "tokenizer": self.tokenizer} if spelt else {}
+    def _read(
+        self,
+        ids: list[int],
+        logprobs: list[float],
+        stop: Sequence[str],
+        single: Mapping[int, str],
+    ) -> Generation:
+        """Cut behind the first stop: an end token is dropped, a stop tag stays whole.
 
-    def _read(self, row: list[int], stop: Sequence[str]) -> Generation:
-        """Cut a row behind its first stop: an end token is dropped, a stop tag stays whole."""
-        single = self._single(stop)
-        for n, token in enumerate(row):
-            if token in self._ends or token == self._pad:
-                return Generation(tuple(row[:n]), (), "stop")
-            if token in single:
-                return Generation(tuple(row[: n + 1]), (), "stop")
-        text = self.decode(row)
-        return Generation(tuple(row), (), "stop" if any(t in text for t in stop) else "length")
+        A model may also spell a tag that has a token of its own: the text decides where it stops.
+        """
+        length, finish = len(ids), "length"
+        if ids and (ids[-1] in self._ends or ids[-1] in single):
+            length, finish = len(ids) - (ids[-1] in self._ends), "stop"
+
+        def stopped(n: int) -> bool:
+            text = self.decode(ids[:n])
+            return any(tag in text for tag in stop)
+
+        if stopped(length):
+            length = bisect_left(range(length), True, key=stopped)
+            finish = "stop"
+        return Generation(tuple(ids[:length]), tuple(logprobs[:length]), finish)

@@ -9,9 +9,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from crrl_lib.records import Passage
 from crrl_lib.scoring import normalise
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 NOTHING = "Nothing relevant."  # the legal empty outcome, as protocol.py words it
 Pair = tuple[str, Sequence[Passage]]  # a refined text and its documents
@@ -57,35 +62,21 @@ def nli_containment(
     """
     if not 0 < threshold <= 1:
         raise ValueError(f"threshold is {threshold}; expected a probability above 0 and up to 1")
-    import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model_name)
     model = AutoModelForSequenceClassification.from_pretrained(model_name).to(device).eval()
     label = _entailment_label(model_name, model.config.id2label)
 
-    @torch.no_grad()
-    def probabilities(batch: Sequence[tuple[str, str]]) -> list[float]:
-        premises, hypotheses = zip(*batch, strict=True)
-        rows = tokenizer(
-            list(premises),
-            list(hypotheses),
-            truncation="only_first",
-            max_length=max_length,
-            padding=True,
-            return_tensors="pt",
-        ).to(device)
-        return model(**rows).logits.float().softmax(-1)[:, label].tolist()
-
     def check(pairs: Sequence[Pair]) -> list[bool]:
-        asked = {
-            _premise(p, s) for pair in pairs for s, known in claims(*pair) or () for p in known
-        }
-        todo = sorted(asked, key=lambda pair: (len(pair[0]) + len(pair[1]), pair))
+        found = [claim for pair in pairs for claim in claims(*pair) or ()]
+        asked = {_premise(passage, sentence) for sentence, known in found for passage in known}
+        todo = sorted(asked, key=lambda texts: (len(texts[0]) + len(texts[1]), texts))
         entailed: dict[tuple[str, str], float] = {}
         for start in range(0, len(todo), batch_size):
             batch = todo[start : start + batch_size]
-            entailed |= zip(batch, probabilities(batch), strict=True)
+            chances = _probabilities(model, tokenizer, batch, max_length)[:, label].tolist()
+            entailed |= zip(batch, chances, strict=True)
 
         def passes(claim: Claim) -> bool:
             return any(entailed[_premise(p, claim[0])] >= threshold for p in claim[1])
@@ -104,11 +95,10 @@ def claims(refined: str, passages: Sequence[Passage]) -> list[Claim] | None:
     >>> [sentence for sentence, _ in claims("Doc 1(Title: Bonn) Bonn lies on the Rhine.", [bonn])]
     ['Bonn lies on the Rhine.']
     """
-    starts = [*_HEADER.finditer(refined)]
-    head = refined[: starts[0].start()] if starts else refined
-    found = [(sentence, passages) for sentence in _sentences(head)]
-    ends = [m.start() for m in starts[1:]] + [len(refined)]
-    for match, end in zip(starts, ends, strict=True):
+    headers = [*_HEADER.finditer(refined)]
+    cuts = [*(m.start() for m in headers), len(refined)]
+    found = [(sentence, passages) for sentence in _sentences(refined[: cuts[0]])]
+    for match, end in zip(headers, cuts[1:], strict=True):
         section = refined[match.end() : end]
         fitting = [p.title for p in passages if section.startswith(f"{p.title})")]
         if not fitting:
@@ -140,6 +130,26 @@ def _stands(sentence: str, passage: Passage) -> bool:
 
 def _premise(passage: Passage, sentence: str) -> tuple[str, str]:
     return f"{passage.title}. {passage.text}", sentence
+
+
+def _probabilities(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    batch: Sequence[tuple[str, str]],
+    max_length: int,
+) -> torch.Tensor:
+    """Class probabilities ``(N, C)`` of (premise, hypothesis) pairs."""
+    import torch
+
+    rows = tokenizer(
+        *map(list, zip(*batch, strict=True)),
+        truncation="only_first",
+        max_length=max_length,
+        padding=True,
+        return_tensors="pt",
+    )
+    with torch.no_grad():
+        return model(**rows.to(model.device)).logits.float().softmax(-1)
 
 
 def _entailment_label(name: str, labels: dict[int, str]) -> int:

@@ -1,7 +1,7 @@
 """The embedded world: GeoNames facts as passages and questions, and back again.
 
 Every sentence and question comes from one table of templates, and the same table reads it back, so
-the scripted teacher (``teacher.py``) sees text only, like everybody else. Facts: GeoNames, CC BY 4.0.
+the scripted teacher (``teacher.py``) sees text only, like everybody. Facts: GeoNames, CC BY 4.0.
 """
 
 from __future__ import annotations
@@ -16,45 +16,33 @@ from dataclasses import dataclass, field
 from crrl_lib.protocol import split_sentences
 from crrl_lib.records import Passage, Question
 
-# kind -> fact -> wordings. The first fact opens the passage; the others follow in an order of its own.
-SENTENCES = {
-    "city": {
-        "country": (
-            "{name} is a city in {country}.",
-            "{name} is a town in {country}.",
-            "{name} is a place in {country}.",
-        ),
-        "zone": ("The time zone is {zone}.", "Clocks follow {zone} time."),
-        "population": ("It has {population} inhabitants.", "The population is {population}."),
-        "near": (
-            "The nearest major city is {near}, {km} km away.",
-            "{near} is the closest major city, at {km} km.",
-        ),
-        "place": ("It lies at latitude {lat} and longitude {lon}.",),
-    },
-    "country": {
-        "continent": ("{name} is a country in {continent}.", "{name} is part of {continent}."),
-        "capital": (
-            "The capital of {name} is {capital}.",
-            "Its capital city is {capital}.",
-            "The seat of government is {capital}.",
-        ),
-        "currency": (
-            "The currency is the {currency}.",
-            "People pay with the {currency}.",
-            "{name} uses the {currency} as its currency.",
-        ),
-        "people": (
-            "It has {people} inhabitants on {area} square kilometres.",
-            "{people} people live on {area} square kilometres.",
-        ),
-        "code": (
-            "Its calling code is {code} and its internet domain is {domain}.",
-            "Phone numbers begin with {code} and web sites end in {domain}.",
-        ),
-        "borders": ("It borders {borders}.", "Its neighbours include {borders}."),
-    },
-}
+# Kind, fact, wording. A kind's first fact opens the passage; the others follow in any order.
+SENTENCES = (
+    ("city", "country", "{name} is a city in {country}."),
+    ("city", "country", "{name} is a town in {country}."),
+    ("city", "country", "{name} is a place in {country}."),
+    ("city", "zone", "The time zone is {zone}."),
+    ("city", "zone", "Clocks follow {zone} time."),
+    ("city", "population", "It has {population} inhabitants."),
+    ("city", "population", "The population is {population}."),
+    ("city", "near", "The nearest major city is {near}, {km} km away."),
+    ("city", "near", "{near} is the closest major city, at {km} km."),
+    ("city", "place", "It lies at latitude {lat} and longitude {lon}."),
+    ("country", "continent", "{name} is a country in {continent}."),
+    ("country", "continent", "{name} is part of {continent}."),
+    ("country", "capital", "The capital of {name} is {capital}."),
+    ("country", "capital", "Its capital city is {capital}."),
+    ("country", "capital", "The seat of government is {capital}."),
+    ("country", "currency", "The currency is the {currency}."),
+    ("country", "currency", "People pay with the {currency}."),
+    ("country", "currency", "{name} uses the {currency} as its currency."),
+    ("country", "people", "It has {people} inhabitants on {area} square kilometres."),
+    ("country", "people", "{people} people live on {area} square kilometres."),
+    ("country", "code", "Its calling code is {code} and its internet domain is {domain}."),
+    ("country", "code", "Phone numbers begin with {code} and web sites end in {domain}."),
+    ("country", "borders", "It borders {borders}."),
+    ("country", "borders", "Its neighbours include {borders}."),
+)
 SENTENCE_OF = {"domain": "code", "area": "people", "km": "near"}  # facts that share a sentence
 # What a query calls a fact -> the fact.
 ATTRIBUTES = {
@@ -97,22 +85,20 @@ class Entity:
     links: Mapping[str, str] = field(default_factory=dict)
 
 
-def _hash(text: str) -> int:
-    return int(hashlib.sha256(text.encode()).hexdigest()[:12], 16)
-
-
 def write_passage(entity: Entity) -> Passage:
-    """Render an entity; wording and order hang on its id alone, so remaking gives the same bytes."""
-    key = _hash(entity.id)
+    """Render an entity; wording and order hang on its id alone: remaking gives the same bytes."""
+    key = int(hashlib.sha256(entity.id.encode()).hexdigest()[:12], 16)
+    facts = dict.fromkeys(fact for kind, fact, _ in SENTENCES if kind == entity.kind)
     lines = []
-    for i, (_, wordings) in enumerate(SENTENCES[entity.kind].items()):
+    for i, fact in enumerate(facts):
+        wordings = [w for _, f, w in SENTENCES if f == fact]
         wording = wordings[(key >> 3 * i) % len(wordings)]
         needed = re.findall(r"\{(\w+)\}", wording)
         if all(n == "name" or n in entity.facts for n in needed):
             lines.append(wording.format(name=entity.name, **entity.facts))
-    first, rest = lines[0], lines[1:]
+    rest = lines[1:]
     random.Random(key).shuffle(rest)
-    return Passage(entity.id, entity.name, " ".join([first, *rest]))
+    return Passage(entity.id, entity.name, " ".join([lines[0], *rest]))
 
 
 def _pattern(wording: str) -> re.Pattern[str]:
@@ -122,19 +108,12 @@ def _pattern(wording: str) -> re.Pattern[str]:
     return re.compile("".join(slots))
 
 
-_READERS = [
-    (kind, fact, _pattern(wording))
-    for kind, facts in SENTENCES.items()
-    for fact, wordings in facts.items()
-    for wording in wordings
-]
-_QUESTION_READERS = [
-    (family, _pattern(wording)) for family, wordings in QUESTIONS.items() for wording in wordings
-]
+_READERS = [(kind, fact, _pattern(wording)) for kind, fact, wording in SENTENCES]
+_QUESTION_READERS = [(family, _pattern(w)) for family, ws in QUESTIONS.items() for w in ws]
 
 
 def read_sentence(sentence: str) -> tuple[str, str, dict[str, str]] | None:
-    """Read one sentence back: its kind, the fact it states and its slots; None when it is foreign."""
+    """Read one sentence back: its kind, the fact it states, its slots; None when it is foreign."""
     for kind, fact, pattern in _READERS:
         if match := pattern.fullmatch(sentence):
             return kind, fact, match.groupdict()
@@ -153,9 +132,7 @@ class Reading:
 
 def read_passage(title: str, text: str) -> Reading:
     """Read a passage, whole or refined, back into facts; foreign sentences are passed over."""
-    facts: dict[str, str] = {}
-    sentences: dict[str, str] = {}
-    kind = ""
+    facts, sentences, kind = {}, {}, ""
     for sentence in split_sentences(text):
         if found := read_sentence(sentence):
             kind, fact, slots = found
@@ -167,7 +144,7 @@ def read_passage(title: str, text: str) -> Reading:
 
 def read_question(text: str) -> tuple[str, dict[str, str]] | None:
     """Family and slots of a question of this world, or None when it is foreign."""
-    for family, pattern in _QUESTION_READERS:
+    for family, pattern in reversed(_QUESTION_READERS):  # the first one's {n} takes anything
         if match := pattern.fullmatch(text.strip()):
             return family, match.groupdict()
     return None
@@ -217,15 +194,12 @@ def ask(world: World, family: str, rng: random.Random) -> tuple[Question, list[s
         return None
     slots, answer, chain, mentioned = made
     involved = list(dict.fromkeys([*chain, *mentioned]))
-    if not set(involved) <= world.askable or answer in ("", None):
+    if not set(involved) <= world.askable or not answer:
         return None
     text = rng.choice(QUESTIONS[family]).format(**slots)
     titles = tuple(world.entities[i].name for i in chain)
-    key = hashlib.sha256(("|".join(chain) + text).encode()).hexdigest()[:10]
-    question = Question(
-        f"{family}-{key}", text, (answer,), family, HOPS[family], tuple(chain), titles
-    )
-    return question, involved
+    key = f"{family}-{hashlib.sha256(('|'.join(chain) + text).encode()).hexdigest()[:10]}"
+    return Question(key, text, (answer,), family, HOPS[family], tuple(chain), titles), involved
 
 
 _Draw = tuple[dict[str, str], str, list[str], list[str]] | None
@@ -259,11 +233,10 @@ def _ask_chain(world: World, family: str, rng: random.Random) -> _Draw:
 def _ask_capital(world: World, rng: random.Random) -> _Draw:
     country, attribute = rng.choice(world.countries), rng.choice(COUNTRY_ATTRIBUTES[1:])
     capital = country.facts["capital"]
-    same = [e for (k, _), es in world.named.items() if k == "country" for e in es]
-    if sum(e.facts["capital"] == capital for e in same) > 1:
+    if sum(e.facts.get("capital") == capital for e in world.entities.values()) > 1:
         return None
-    slots = {"a": attribute, "c": capital}
-    return slots, country.facts[ATTRIBUTES[attribute]], [country.id], []
+    answer = country.facts[ATTRIBUTES[attribute]]
+    return {"a": attribute, "c": capital}, answer, [country.id], []
 
 
 def _ask_compare(world: World, rng: random.Random) -> _Draw:
@@ -272,6 +245,6 @@ def _ask_compare(world: World, rng: random.Random) -> _Draw:
     sizes = [int(c.facts["population"].replace(",", "")) for c in pair]
     if None in described or pair[0].name == pair[1].name or max(sizes) < 1.5 * min(sizes):
         return None
-    slots = {"d": described[0][0], "e": described[1][0]}
+    (d, ids), (e, others) = described
     larger = pair[sizes.index(max(sizes))].name
-    return slots, larger, [c.id for c in pair], [*described[0][1], *described[1][1]]
+    return {"d": d, "e": e}, larger, [c.id for c in pair], [*ids, *others]

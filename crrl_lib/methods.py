@@ -1,4 +1,4 @@
-"""The study as one table: a method is a row (prompt, view, refiner, policy), never a copy of the loop.
+"""The study as one table: a method is a row (prompt, view, refiner, policy), not another loop.
 
 Adding a method is adding a row here and its name to ``params.yaml``.
 """

@@ -1,6 +1,6 @@
-"""The nouns of the study: passage, question, turn, trajectory, and what passes through the three seams.
+"""The nouns of the study: passage, question, turn, trajectory, and what passes the three seams.
 
-The seams are where a model, an index or a refiner is plugged in: ``Engine``, ``Search``, ``Refine``.
+The seams are where a model, an index or a refiner is plugged in: Engine, Search, Refine.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Question:
 class Turn:
     """One step of the agent: what it was shown, what it wrote, what came back.
 
-    ``action_ids`` are the ids as sampled and are never re-tokenised; ``thought_ids`` and ``query_ids``
-    are that action cut in two, for views that hide one of the parts.
+    ``action_ids`` are the ids as sampled, never re-tokenised; ``thought_ids`` and ``query_ids`` are
+    that action cut in two, for views that hide one of the parts.
     """
 
     thought: str
@@ -69,7 +69,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """A question and the turns it took; ``end`` is ``answer``, ``invalid``, ``budget`` or ``window``.
+    """A question and its turns; ``end`` is ``answer``, ``invalid``, ``budget`` or ``window``.
 
     ``budget`` and ``window`` say that searching was disabled for the last generation, because the
     searches were spent or the model's window was nearly full.
@@ -87,8 +87,8 @@ class Trajectory:
 
     @property
     def searches(self) -> int:
-        """Searches that were really executed."""
-        return sum(1 for t in self.turns if t.passages or t.observation)
+        """Searches that were really executed, the one of RAG included."""
+        return sum(t.query is not None or bool(t.passages) for t in self.turns)
 
     @property
     def context_tokens(self) -> int:
@@ -160,7 +160,7 @@ class Engine(Protocol):
         """Token ids of ``text`` alone: no BOS, no template."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ``ids``, protocol tags included."""
+        """Return the text of ``ids``, protocol tags included."""
 
     def chat(self, message: str) -> list[int]:
         """Ids of one user message under the model's chat template, up to the assistant's turn."""
@@ -172,10 +172,12 @@ class Engine(Protocol):
 class Search(Protocol):
     """A retriever: the top ``k`` passages of each query, best first, with scores."""
 
-    def __call__(self, queries: Sequence[str], k: int) -> list[list[Passage]]: ...
+    def __call__(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
+        """Search every query."""
 
 
 class Refine(Protocol):
     """Rewrites newly retrieved passages into the observation, a batch at a time."""
 
-    def __call__(self, requests: Sequence[RefineRequest]) -> list[Refined]: ...
+    def __call__(self, requests: Sequence[RefineRequest]) -> list[Refined]:
+        """Refine every request, in order."""

@@ -1,7 +1,8 @@
 """Refiners: what is done to newly retrieved passages before the policy reads them (RQ 2).
 
-Every refiner is a callable from requests to refined texts (``records.Refine``). One LM refiner serves
-Self-Refine (the policy's own engine), a teacher and the trained Context Refiner: the engine differs.
+Every refiner is a callable from requests to refined texts (``records.Refine``). One LM refiner
+serves Self-Refine (the policy's own engine), a teacher and the trained Context Refiner: the engine
+differs.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from crrl_lib.protocol import (
 )
 from crrl_lib.records import Engine, Passage, Refined, RefineRequest, Sampling
 
-_BLOCK = re.compile(r"\(Title: (?P<title>[^)\n]*)\) ?(?P<text>[^\n]*)")
+_BLOCK = re.compile(  # a title may hold brackets of its own; a line may hold several blocks
+    r"\(Title: (?P<title>(?:[^()\n]|\([^()\n]*\))*)\) ?(?P<text>(?:(?!\(Title: ).)*)"
+)
 
 
 def keep_all(requests: Sequence[RefineRequest]) -> list[Refined]:
@@ -47,17 +50,18 @@ class Threshold:
                 "the threshold refiner needs scored passages, but the search gave none; "
                 "use a retriever that returns scores or another refiner"
             )
-        kept = [p for p in request.passages if p.score >= self.least]
-        return Refined(render_passages(kept) if kept else NOTHING_RELEVANT)
+        kept = tuple(i for i, p in enumerate(request.passages) if p.score >= self.least)
+        text = render_passages([request.passages[i] for i in kept])
+        return Refined(text or NOTHING_RELEVANT, kept=kept)
 
 
 @dataclass
 class LMRefiner:
     """Refine with a language model: the ``refine`` prompt, one generation a request.
 
-    ``grounded`` replaces every refined sentence by the passage sentence it comes closest to, so that
-    nothing can be added and a small model's slips in copying are mended. ``remember`` keeps results
-    of a frozen, greedy model: the same query on the same passages is not generated twice.
+    ``grounded`` replaces every refined sentence by the passage sentence it comes closest to, so
+    that nothing can be added and a small model's slips in copying are mended. ``remember`` keeps
+    results of a frozen, greedy model: the same query on the same passages is not generated twice.
     """
 
     engine: Engine

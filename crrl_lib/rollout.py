@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from crrl_lib.protocol import (
     ANSWER_OPEN,
+    NOTHING_RELEVANT,
     STOP,
     information,
     neutralise,
@@ -76,6 +77,7 @@ class _Live:
 
     question: Question
     prompt_ids: list[int]
+    read: tuple[Passage, ...] = ()  # what the prompt itself holds: RAG's one retrieval
     turns: list[Turn] = field(default_factory=list)
     end: str = ""
     context: tuple[int, ...] = ()
@@ -95,13 +97,15 @@ def rollout(
     Generation stops at the first closing ``</search>`` or ``</answer>``, whatever ``sampling.stop``
     says. Once the budget is spent, or the context leaves no room for another turn, one last
     generation starts after a forced ``<answer>``: searching is disabled, nothing is truncated.
+    Where an observation leaves no room even for that, the run ends without an answer (``window``).
     """
-    live = [_Live(q, ids) for q, ids in _prompts(questions, policy, search, method)]
+    live = _start(questions, policy, search, method)
     sampling = replace(sampling, stop=STOP)
     turn = 0
     while running := [t for t in live if not t.end]:
         for t in running:
             _prepare(t, policy, method, sampling)
+        running = [t for t in running if not t.end]
         made = policy.generate(
             [t.context for t in running], replace(sampling, seed=sampling.seed + turn)
         )
@@ -112,23 +116,20 @@ def rollout(
     return [Trajectory(t.question, tuple(t.turns), t.end, method.prompt) for t in live]
 
 
-def _prompts(
+def _start(
     questions: Sequence[Question], policy: Engine, search: Search, method: Method
-) -> list[tuple[Question, list[int]]]:
-    documents = dict.fromkeys([q.text for q in questions], "")
+) -> list[_Live]:
+    """Make each prompt; for RAG, search the questions themselves first."""
+    texts = list(dict.fromkeys(q.text for q in questions))
+    read: dict[str, tuple[Passage, ...]] = dict.fromkeys(texts, ())
     if method.prompt == "rag":
-        found = search(list(documents), method.k)
-        documents = {
-            text: information(render_passages(passages), "short")
-            for text, passages in zip(documents, found, strict=True)
-        }
-    ids = {
-        text: policy.chat(
-            prompt_text(method.form, method.prompt, question=neutralise(text), documents=shown)
-        )
-        for text, shown in documents.items()
-    }
-    return [(q, ids[q.text]) for q in questions]
+        read = dict(zip(texts, map(tuple, search(texts, method.k)), strict=True))
+    ids = {}
+    for text, passages in read.items():
+        parts = {"question": neutralise(text)}
+        parts["documents"] = information(render_passages(passages), "short") if passages else ""
+        ids[text] = policy.chat(prompt_text(method.form, method.prompt, **parts))
+    return [_Live(q, ids[q.text], read=read[q.text]) for q in questions]
 
 
 def _prepare(t: _Live, policy: Engine, method: Method, sampling: Sampling) -> None:
@@ -144,6 +145,8 @@ def _prepare(t: _Live, policy: Engine, method: Method, sampling: Sampling) -> No
         t.last_chance = "window"
     if t.last_chance:
         t.context += tuple(policy.encode(ANSWER_OPEN))
+        if t.turns and len(t.context) + sampling.max_tokens > policy.window:
+            t.end = "window"
 
 
 def _act(t: _Live, generation: Generation, policy: Engine, method: Method) -> None:
@@ -152,6 +155,8 @@ def _act(t: _Live, generation: Generation, policy: Engine, method: Method) -> No
     action = parse_action(ANSWER_OPEN + text if t.last_chance else text)
     turn = Turn(
         action.thought,
+        passages=t.read,
+        observation=render_passages(t.read),
         context_ids=t.context,
         action_ids=tuple(generation.ids),
         logprobs=tuple(generation.logprobs),
@@ -216,6 +221,7 @@ def _observe(
     ]
     for t, request, refined in zip(asking, requests, refine(requests), strict=True):
         shown = neutralise(refined.text)
+        shown = shown if shown.strip() else NOTHING_RELEVANT
         t.turns[-1] = replace(
             t.turns[-1],
             passages=request.passages,

@@ -201,7 +201,7 @@ def _musique(row: _Row, known: _Corpus) -> Question:
     answers = [row.get("answer"), *row.texts("answer_aliases")]
     family = row.id().split("__")[0]  # "2hop", "3hop1", …
     hops = len(row.get("question_decomposition", list, "a list"))
-    titles = _unique(title for title, _ in paragraphs)
+    titles = [title for title, _ in paragraphs]  # one a paragraph: homonyms repeat
     return _make(row, row.id(), answers, family, hops, titles, known.ids(paragraphs))
 
 

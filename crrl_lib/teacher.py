@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 from crrl_lib.geo import ATTRIBUTES, SENTENCE_OF, Reading, read_passage, read_question
 from crrl_lib.protocol import NOTHING_RELEVANT
-from crrl_lib.refiner import similarity
 from crrl_lib.records import Engine, Generation, Passage, Refined, RefineRequest, Sampling
+from crrl_lib.refiner import similarity
 
 _QUALIFIERS = ("near", "zone", "country")
 _DESCRIPTION = re.compile(r"(.+?)(?: near (.+)| in the (\S+) time zone| in (.+))?")
@@ -26,7 +26,7 @@ _STEP = re.compile(
 
 
 def _closest(readings: Sequence[Reading], name: str, least: float) -> list[Reading]:
-    """Readings titled ``name``, or else those whose title comes closest to it."""
+    """Return the readings titled ``name``, or else those whose title comes closest to it."""
     exact = [r for r in readings if r.title == name]
     scores = [similarity(name, r.title) for r in readings]
     best = max(scores, default=0.0)
@@ -36,7 +36,7 @@ def _closest(readings: Sequence[Reading], name: str, least: float) -> list[Readi
 
 
 def select(attribute: str, description: str, readings: Sequence[Reading]) -> list[Reading]:
-    """The readings that ``description`` can mean and that state ``attribute``."""
+    """Return the readings that ``description`` can mean and that state ``attribute``."""
     name, *qualifiers = _DESCRIPTION.fullmatch(description).groups()
     stated = [r for r in readings if ATTRIBUTES[attribute] in r.facts]
     hits = _closest(stated, name, 0.15)
@@ -107,7 +107,7 @@ def plan(question: str) -> list[tuple[str, str]] | None:
 
 
 def look_up(attribute: str, description: str, readings: Sequence[Reading]) -> str | None:
-    """The one value that the readings give, or None when they give none or several."""
+    """Return the one value that the readings give; None when they give none or several."""
     if attribute == "country with capital":
         values = {r.title for r in readings if r.facts.get("capital") == description}
     else:

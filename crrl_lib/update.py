@@ -87,7 +87,8 @@ def update(
     """Learn from one rollout, whole groups in order; return its part of the log row.
 
     The old and reference log-probs of every pack come first, before any weight moves, so the first
-    pass has a ratio of exactly 1. Raises FloatingPointError before a step that is not finite.
+    pass has a ratio of exactly 1; the first mini-batch of a single epoch *is* that first pass, and
+    needs no forward of its own. Raises FloatingPointError before a step that is not finite.
     """
     config = learner.config
     size = config.mini_batch_questions * config.group_size
@@ -96,9 +97,13 @@ def update(
     for group in learner.optimizer.param_groups:
         group["lr"] = learning_rate(config, step)
     sums: Counter[str] = Counter()
+    parts = zip(_cut(trajectories, size), advantages.split(size), strict=True)
     batches = [
-        [(pack, *_before(learner, pack, sums)) for pack in _packs(learner, chosen, advantage)]
-        for chosen, advantage in zip(_cut(trajectories, size), advantages.split(size), strict=True)
+        [
+            (pack, *_before(learner, pack, sums, moved=part > 0 or config.epochs > 1))
+            for pack in _packs(learner, chosen, advantage)
+        ]
+        for part, (chosen, advantage) in enumerate(parts)
     ]
     passes = [_step(learner, batch, sums) for batch in batches * config.epochs]
     sums, ratio_max = _across(learner, sums, max(ratio for _, ratio in passes))
@@ -136,13 +141,22 @@ def _packs(
 
 
 @torch.no_grad()
-def _before(learner: Learner, pack: grpo.Pack, sums: Counter[str]) -> tuple[Tensor, Tensor | None]:
-    """Old and reference log-probs (n,) of a pack; entropy and sampling gap go to ``sums``."""
-    temperature, reference = learner.config.temperature, None
+def _before(
+    learner: Learner, pack: grpo.Pack, sums: Counter[str], moved: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Old and reference log-probs (n,) of a pack; no old ones unless weights have ``moved``."""
+    temperature, old, reference = learner.config.temperature, None, None
     with learner.accelerator.autocast():
-        old, entropy = grpo.token_logprobs(learner.model, pack, temperature, entropy=True)
+        if moved:
+            old, entropy = grpo.token_logprobs(learner.model, pack, temperature, entropy=True)
+            _note(pack, old, entropy, sums)
         if learner.reference is not None:
             reference, _ = grpo.token_logprobs(learner.reference, pack, temperature)
+    return old, reference
+
+
+def _note(pack: grpo.Pack, old: Tensor, entropy: Tensor, sums: Counter[str]) -> None:
+    """Add a pack's entropy and the gap between engine and trainer to ``sums``."""
     known = torch.isfinite(pack.sampled)
     gap = (old - pack.sampled)[known].abs().sum()
     sums.update(
@@ -151,12 +165,11 @@ def _before(learner: Learner, pack: grpo.Pack, sums: Counter[str]) -> tuple[Tens
         known=known.sum().item(),
         gap=gap.item(),
     )
-    return old, reference
 
 
 def _step(
     learner: Learner,
-    batch: Sequence[tuple[grpo.Pack, Tensor, Tensor | None]],
+    batch: Sequence[tuple[grpo.Pack, Tensor | None, Tensor | None]],
     sums: Counter[str],
 ) -> tuple[float, float]:
     """One optimizer step over its packs; return the gradient norm and the largest ratio."""
@@ -164,7 +177,11 @@ def _step(
     total, ratio_max = torch.zeros((), device=accelerator.device), 0.0
     for pack, old, reference in batch:
         with accelerator.autocast():
-            new, _ = grpo.token_logprobs(learner.model, pack, config.temperature)
+            first = old is None
+            new, entropy = grpo.token_logprobs(learner.model, pack, config.temperature, first)
+        if first:
+            old = new.detach()
+            _note(pack, old, entropy, sums)
         loss, stats = grpo.grpo_loss(new, old, reference, pack, config.clip, config.kl_coef)
         accelerator.backward(loss)
         total += loss.detach()

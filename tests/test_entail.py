@@ -98,7 +98,7 @@ def save_model(folder, labels: dict[int, str], copying: bool = False) -> str:
 
     torch.manual_seed(0)
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
-    words = "victoria is a city in texas canada it has inhabitants lilu spirit . ( )".split()
+    words = sorted({*"abcdefghijklmnopqrstuvwxyz.()", "victoria", "city", "texas", "canada", "has"})
     vocabulary = {word: i for i, word in enumerate(special + words)}
     inner = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     inner.normalizer = normalizers.BertNormalizer()
@@ -144,6 +144,7 @@ def _set_weights(model, word: int) -> None:
         bert.embeddings.word_embeddings.weight[word, 0] = 1
         attention = bert.encoder.layer[0].attention
         attention.self.value.weight.copy_(torch.eye(16))
+        attention.self.value.weight[0, 0] = 20  # one token in ten is enough
         attention.output.dense.weight.copy_(50 * torch.eye(16))
         bert.pooler.dense.weight.copy_(torch.eye(16))
         model.classifier.weight[1, 0] = 10

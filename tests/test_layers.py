@@ -25,10 +25,13 @@ ALLOWED = {
     # retriever.py in two files: texts to vectors, and the indexes.
     "encoders": ({"records"}, {"numpy"} | TORCH),
     "retriever": ({"records", "encoders"}, {"numpy", "faiss"} | TORCH),
-    "engine": ({"records"}, {"numpy", "transformers"} | TORCH),
+    "decode": ({"records"}, {"transformers"} | TORCH),
+    "engine": ({"decode", "records"}, {"numpy", "transformers"} | TORCH),
     "grpo": ({"records"}, TORCH),
     "refiner": ({"records", "protocol"}, set()),
     "rollout": ({"records", "protocol", "views"}, set()),
+    # The study's one table, view x refiner x policy, on top of the one rollout.
+    "methods": ({"records", "rollout", "views"}, set()),
     # train.py in three files: the loop, one update, the health of a step.
     "health": ({"records"}, {"numpy"}),
     "update": ({"records", "grpo"}, {"numpy", "accelerate"} | TORCH),

@@ -6,7 +6,7 @@ import re
 import unicodedata
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from crrl_lib import protocol
@@ -80,6 +80,8 @@ def test_invalid_actions(text, why):
     assert 0 <= made.cut <= len(text)
 
 
+# The cores may be busy: how long an example takes says nothing here.
+patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 TAGS = ["think", "search", "information", "answer", "refine", "query", "result", "documents"]
 pieces = st.sampled_from(
     [f"<{slash}{tag}>" for tag in TAGS for slash in ("", "/")]
@@ -107,6 +109,7 @@ CHAT = re.compile(r"<\|[^<>]{0,64}\|>|</?s>|<pad>|\[/?INST\]|<start_of_turn>|</?
 VISIBLE_FORMAT = re.compile("[\u0600-\u0605\u06dd\u070f\u0890\u0891\u08e2]|[\U00010000-\U000dffff]")
 
 
+@patient
 @given(outside)
 def test_nothing_outside_speaks_the_protocol(text):
     made = neutralise(text)
@@ -123,6 +126,7 @@ def test_nothing_outside_speaks_the_protocol(text):
     assert parse_action(made).kind == "invalid"
 
 
+@patient
 @given(st.text(alphabet=st.characters(categories=["L", "N", "P", "Zs"], exclude_characters="<[")))
 def test_harmless_text_is_left_alone(text):
     assert neutralise(text) == text

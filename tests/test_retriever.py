@@ -102,6 +102,8 @@ def test_many_duplicates_at_the_cut(tmp_path):
         for batch in (1, 40):
             top = ids(made(["Bonn"] * batch, 3))
             assert {tuple(t) for t in top} == {("last", "0", "1")}, (kind, batch)
+            top = ids(made(["xyzzy"] * batch, 3))  # everything is tied, at nothing
+            assert {tuple(t) for t in top} == {("0", "1", "2")}, (kind, batch)
 
 
 def test_projection_estimates_bm25(tmp_path):

@@ -56,6 +56,9 @@ def test_real_musique():
     assert questions[0].answers == ("G. Stanley Hall", "Stanley Hall")
     assert sorted({q.hops for q in questions}) == [2, 3, 4]
     assert all(len(q.supporting_ids) == q.hops == int(q.family[0]) for q in questions)
+    assert all(
+        tuple(by_id[i].title for i in q.supporting_ids) == q.supporting_titles for q in questions
+    )
     needed = by_id[questions[0].supporting_ids[1]]  # a homonym, found by its text
     assert needed.id == "Adolescence#1"
     assert "G. Stanley Hall" in needed.text

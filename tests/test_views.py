@@ -72,7 +72,7 @@ def test_before_any_turn_and_after_one_all_views_agree(name):
 
 def test_full_view_only_ever_extends():
     contexts = [context_ids(PROMPT, TURNS[:n], VIEWS["full"]) for n in range(4)]
-    for turn, before, after in zip(TURNS, contexts, contexts[1:], strict=True):
+    for turn, before, after in zip(TURNS, contexts[:-1], contexts[1:], strict=True):
         assert after == before + turn.action_ids + turn.observation_ids
 
 

@@ -1,7 +1,7 @@
 """What the small base model reads: the search protocol in worlds whose facts are dealt anew.
 
 Names come from training countries alone (nothing of ``tune`` or ``eval``) and every attribute is
-random, so a model can only succeed by reading. A third of the names are spliced from two others.
+random, so a model can only succeed by reading. A fifth of the names are spliced from two others.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ KS = (
     5,
 )  # passages a search; one K alone would make another K a distribution shift
 VIEW_MIX = {"full": 0.45, "o": 0.15, "oq": 0.25, "oqp": 0.15}
-REFINED = 0.35  # share of episodes that read refined documents, half of them under -oq
+REFINED = 0.4  # share of episodes that read refined documents, half of them under -oq
 BARE = 0.3  # share of first queries that leave out what tells homonyms apart
 Example = tuple[list[int], list[float]]  # ids and a weight for each as a target
 CONTEXT_WEIGHT = 0.1  # of tokens that the model did not write itself
@@ -75,7 +75,7 @@ def splice(a: str, b: str, rng: random.Random) -> str:
 def deal(entities: list[Entity], rng: random.Random) -> World:
     """Deal every attribute anew; homonyms stay homonyms."""
     names = sorted({e.name for e in entities})
-    new = {n: splice(n, rng.choice(names), rng) if rng.random() < 0.33 else n for n in names}
+    new = {n: splice(n, rng.choice(names), rng) if rng.random() < 0.2 else n for n in names}
     cities = [e for e in entities if e.kind == "city"]
     countries = [e for e in entities if e.kind == "country"]
     column = {
@@ -173,7 +173,7 @@ class Lessons:
                 self.engine.encode(ANSWER_OPEN)
             )
             yield self.example(context, f" {t.prediction}</answer>")
-        if self.rng.random() < 0.12:
+        if self.rng.random() < 0.06:
             yield self.from_memory(t.question)
         if self.rng.random() < 0.08:
             yield self.read_at_once(t.question)

@@ -26,12 +26,15 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
-from curriculum import Example, Lessons, deal, training_entities  # noqa: E402
+from curriculum import FORM, Example, Lessons, deal, training_entities  # noqa: E402
 
 from crrl_lib.engine import HFEngine  # noqa: E402
-from crrl_lib.geo import World  # noqa: E402
+from crrl_lib.geo import Entity, World  # noqa: E402
 from crrl_lib.protocol import render_passages  # noqa: E402
+from crrl_lib.records import Sampling  # noqa: E402
+from crrl_lib.refiner import keep_all  # noqa: E402
 from crrl_lib.retriever import build_index  # noqa: E402
+from crrl_lib.rollout import Method, rollout  # noqa: E402
 
 VOCABULARY = 2048
 TAGS = ["think", "search", "information", "answer"]
@@ -42,7 +45,9 @@ TEMPLATE = (
     "{% if m['role'] == 'assistant' %}<|end|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-BATCH_TOKENS = 6144
+BATCH_TOKENS = 4096
+ENOUGH = (0.5, 0.45, 0.4)  # a stage ends at this loss,
+LATEST = (0.08, 0.14, 0.2)  # or at this share of all tokens
 
 
 def make_tokenizer(world: World, seed: int) -> PreTrainedTokenizerFast:
@@ -232,10 +237,24 @@ def lessons_of_stage(lessons: Lessons, stage: int) -> list[Example]:
     return [*lessons.readings(150, 5, 0.0), *lessons.episodes(1000)]
 
 
+def exam(engine: HFEngine, entities: list[Entity]) -> str:
+    """Let the model answer 140 questions of a world it was never trained in."""
+    with tempfile.TemporaryDirectory() as folder:
+        world = deal(entities, random.Random("exam"))
+        search = build_index(world.passages(), folder)
+        asked = Lessons(world, search, engine, random.Random(0)).questions(140)
+        runs = rollout(asked, engine, search, keep_all, Method(budget=4, form=FORM), Sampling(72))
+    right = {many: [] for many in (False, True)}
+    for t in runs:
+        right[t.question.hops > 1].append(t.prediction == t.question.answers[0])
+    single, multi = (sum(r) / len(r) for r in right.values())
+    return f"exam: single-hop {single:.2f}, multi-hop {multi:.2f}"
+
+
 def school(trainer: Trainer, engine: HFEngine, seed: int, tokens: int, log: callable) -> None:
-    """Go through the stages within ``tokens`` training tokens."""
+    """Go through the stages within ``tokens`` tokens; a loss ends a stage, or its share does."""
     rng, entities = random.Random(seed), training_entities()
-    stage, done, mean, since = 0, 0, Mean(0.97), 0
+    stage, done, mean, since = 0, 0, Mean(0.98), 0
     for number in itertools.count():
         world = deal(entities, random.Random(f"{seed}-{number // (8 if stage < 3 else 1)}"))
         with tempfile.TemporaryDirectory() as folder:
@@ -243,17 +262,20 @@ def school(trainer: Trainer, engine: HFEngine, seed: int, tokens: int, log: call
             examples = lessons_of_stage(Lessons(world, search, engine, rng), stage)
         for ids, weights in batches(examples, rng, 320 if stage < 3 else 900):
             share = done / tokens
-            scale = 1.0 if share < 0.4 else max(0.03, (1 - share) / 0.6)
+            scale = min(1.0, max(0.02, (1 - share) / 0.9))
             losses, w = trainer.step(ids, weights, scale)
             mean.add(losses[w == 1].mean().item())
             done, since = done + int((weights > 0).sum()), since + 1
-            if trainer.steps % 50 == 0:
+            if trainer.steps % 100 == 0:
                 log(f"stage {stage} step {trainer.steps} tokens {done:,} loss {mean.value:.3f}")
-            if stage < 3 and since >= 30 and (mean.value < 0.4 or share > 0.45):
-                stage, since = (stage + 1 if share <= 0.45 else 3), 0
-                log(f"stage {stage} begins at {done / 1e6:.2f}M tokens")
+            if trainer.steps % 500 == 0:
+                log(exam(engine, entities))
+            if stage < 3 and since >= 40 and (mean.value < ENOUGH[stage] or share > LATEST[stage]):
+                stage, since = stage + 1, 0
+                log(f"stage {stage} begins at {done:,} tokens")
                 break
             if done >= tokens:
+                log(exam(engine, entities))
                 return
 
 
@@ -261,7 +283,7 @@ def main() -> None:
     """Train one seed and save it as a Hugging Face folder, weights in bfloat16."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--tokens", type=float, default=7e6, help="training tokens")
+    parser.add_argument("--tokens", type=float, default=6.5e6, help="training tokens")
     parser.add_argument("--out", type=Path, default=HERE / "base")
     args = parser.parse_args()
     started = time.monotonic()
