@@ -148,7 +148,7 @@ class _Batch:
 
     def _forward(self, ids: Tensor, positions: Tensor) -> Tensor:
         out = self.model(
-            ids,
+            input_ids=ids,
             attention_mask=self.mask[:, : self.width],
             position_ids=positions,
             past_key_values=self.cache,

@@ -152,7 +152,8 @@ def _prepare(t: _Live, policy: Engine, method: Method, sampling: Sampling) -> No
 def _act(t: _Live, generation: Generation, policy: Engine, method: Method) -> None:
     """Turn one generation into the next turn, or into the end of the run."""
     text = policy.decode(generation.ids)
-    action = parse_action(ANSWER_OPEN + text if t.last_chance else text)
+    forced = t.last_chance and not text.lstrip().startswith(ANSWER_OPEN)  # some write it again
+    action = parse_action(ANSWER_OPEN + text if forced else text)
     turn = Turn(
         action.thought,
         passages=t.read,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -567,6 +568,11 @@ def random_engine():
     return HFEngine(model, tok)
 
 
+def bare(t: Trajectory) -> Trajectory:
+    """Drop the log-probs, which differ in the last bit with the shape of the batch."""
+    return replace(t, turns=tuple(replace(turn, logprobs=()) for turn in t.turns))
+
+
 @pytest.mark.parametrize("view", ["full", "oq"])
 def test_the_batch_does_not_change_a_greedy_trajectory(random_engine, view):
     questions = [Question(f"q{i}", f"{'Who ' * (i % 5)}{i}{i}?", ("x",)) for i in range(24)]
@@ -575,8 +581,10 @@ def test_the_batch_does_not_change_a_greedy_trajectory(random_engine, view):
         asked, random_engine, Index(), keep_all, method, Sampling(24)
     )
     together = run(questions)
-    assert together == [run([q])[0] for q in questions]
-    assert together[::-1] == run(questions[::-1])
+    alone = [run([q])[0] for q in questions]
+    assert [bare(t) for t in together] == [bare(t) for t in alone]
+    backwards = run(questions[::-1])
+    assert [bare(t) for t in together[::-1]] == [bare(t) for t in backwards]
     assert sum(t.searches for t in together) > 5  # a random model, but not an idle one
     assert sum(len(t.turns) for t in together) > 48
 
