@@ -15,7 +15,6 @@ import random
 import sys
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -142,33 +141,29 @@ def start_as_copier(model: Qwen2ForCausalLM) -> None:
 class Muon(torch.optim.Optimizer):
     """Muon in float32: torch's own iterates in bfloat16, ten times slower on CPUs without it.
 
-    Same rule otherwise: Nesterov momentum 0.95, five Newton-Schulz steps (Jordan et al., 2024), for
-    all matrices of one shape at once.
+    Same rule otherwise: Nesterov momentum 0.95, five Newton-Schulz steps (Jordan et al., 2024).
     """
 
     @torch.no_grad()
     def step(self) -> None:
         """Update every matrix in place."""
-        rate, shapes = self.param_groups[0]["lr"], defaultdict(list)
         for p in self.param_groups[0]["params"]:
             buffer = self.state[p].setdefault("momentum", torch.zeros_like(p))
             buffer.lerp_(p.grad, 0.05)
-            shapes[p.shape].append((p, p.grad.lerp(buffer, 0.95)))
-        for (rows, columns), pairs in shapes.items():
-            updates = self.orthogonal(torch.stack([update for _, update in pairs]))
-            for (p, _), update in zip(pairs, updates, strict=True):
-                p.mul_(1 - 0.01 * rate).sub_(update, alpha=rate * max(1.0, rows / columns) ** 0.5)
+            update = p.grad.lerp(buffer, 0.95)
+            rate = self.param_groups[0]["lr"]
+            p.mul_(1 - 0.01 * rate)
+            p.sub_(self.orthogonal(update), alpha=rate * max(1.0, p.shape[0] / p.shape[1]) ** 0.5)
 
     @staticmethod
     def orthogonal(g: torch.Tensor) -> torch.Tensor:
-        """Bring the singular values of each matrix of ``g`` (n, rows, columns) near 1."""
-        tall = g.shape[1] > g.shape[2]
-        x = g.mT if tall else g
-        x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+        """Bring the singular values of ``g`` near 1."""
+        tall = g.shape[0] > g.shape[1]
+        x = (g.T if tall else g) / g.norm().clamp(min=1e-7)
         for _ in range(5):
-            gram = x @ x.mT
+            gram = x @ x.T
             x = 3.4445 * x + (-4.775 * gram + 2.0315 * gram @ gram) @ x
-        return x.mT if tall else x
+        return x.T if tall else x
 
 
 class Trainer:
@@ -190,9 +185,6 @@ class Trainer:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Update once on ``ids`` and ``weights`` (B, T); return the targets' losses and weights."""
         hidden = self.model.model(ids).last_hidden_state[:, :-1]
-        # A random quarter of the context's tokens stands in for all: the head is not cheap.
-        heard = (weights == 1) | (torch.rand(weights.shape) < 0.25)
-        weights = torch.where(weights == 1, weights, 4 * weights) * heard
         picked = weights[:, 1:] > 0
         logits = self.model.lm_head(hidden[picked])
         w = weights[:, 1:][picked]
