@@ -53,7 +53,9 @@ $(STAMP): pyproject.toml constraints.txt constraints-gpu.txt | $(PY)
 	@rm -f $(VENV)/.installed-*
 	@touch $@
 
+# A killed dvc may leave its lock file empty, which the next one cannot read; empty, nobody holds it.
 repro: $(STAMP)
+	@find .dvc/tmp -name rwlock -size 0 -delete 2>/dev/null || true
 	dvc repro
 
 test: $(STAMP)

@@ -116,10 +116,11 @@ def test_a_second_run_runs_nothing(clone: Path, first: str) -> None:
 
 def test_one_key_reruns_what_depends_on_it_and_back_is_a_cache_hit(clone: Path, first: str) -> None:
     before = (clone / "data/metrics/evaluate.json").read_bytes()
-    change(clone, "crrl_grpo", kl_coef=0.5)
+    change(clone, "crrl_grpo", refiner="none")
     stages = {s for s in ran(repro(clone)) if not s.startswith("render")}
-    assert stages == {"crrl_grpo", "evaluate"}
-    change(clone, "crrl_grpo", kl_coef=0.001)
+    # Where the other refiner happens to train the same weights, evaluate has nothing new to do.
+    assert {"crrl_grpo"} <= stages <= {"crrl_grpo", "evaluate"}
+    change(clone, "crrl_grpo", refiner="context")
     back = {s for s in ran(repro(clone)) if not s.startswith("render")}
     assert not back
     assert (clone / "data/metrics/evaluate.json").read_bytes() == before
@@ -147,8 +148,9 @@ def test_kill_9_then_repro_ends_as_if_nothing_had_happened(
         assert process.poll() is None, "the stage ended before its first checkpoint"
         assert time.monotonic() < until, "no checkpoint was written"
         time.sleep(0.05)
-    for one in [*psutil.Process(process.pid).children(recursive=True), process]:
-        os.kill(one.pid, signal.SIGKILL)  # the kernel has a session of its own
+    # The kernel has a session of its own; dvc goes first, or it would see its stage fail.
+    for one in [process, *psutil.Process(process.pid).children(recursive=True)]:
+        os.kill(one.pid, signal.SIGKILL)
     process.wait()
     saved = list(scratch.glob(marks[stage]))
     assert saved
