@@ -85,11 +85,12 @@ class LexicalProjection:
         self._prepare()
 
     def passages(self, passages: Sequence[Passage]) -> np.ndarray:
-        """Encode passages to ``(N, dim)`` float32."""
+        """Encode passages to ``(N, dim)`` float32; terms of another corpus weigh nothing."""
         weights = []
         for count in (Counter(passage_tokens(p, self.title_weight)) for p in passages):
             norm = self.k1 * (1 - self.b + self.b * count.total() / float(self.state["mean"]))
-            weights.append({t: f / (f + norm) for t, f in count.items()})  # as Lucene has it
+            known = ((t, f) for t, f in count.items() if t in self._index)
+            weights.append({t: f / (f + norm) for t, f in known})  # as Lucene has it
         return self._project(weights)
 
     def queries(self, queries: Sequence[str]) -> np.ndarray:
@@ -213,6 +214,16 @@ class Bm25Index:
         """Return what the manifest pins about the weights."""
         return {"vectors": int(self.model.scores["num_docs"]), "metric": "bm25"}
 
+    def holds(self, passages: Sequence[Passage]) -> bool:
+        """Whether a few passages find themselves, as far as their words can."""
+        for row in spread(len(passages)):
+            terms = sorted(set(passage_tokens(passages[row], 1)))
+            if not set(terms) <= set(self.model.vocab_dict):
+                return False
+            if terms and not self.model.get_scores(terms)[row] > 0:
+                return False
+        return True
+
     def top(self, queries: Sequence[str], k: int) -> Iterator[Hits]:
         """Yield the best ``k`` rows of each query; a passage without any of its terms scores 0."""
         rows = self.model.scores["num_docs"]
@@ -223,6 +234,11 @@ class Bm25Index:
             near = np.flatnonzero(scores >= np.partition(scores, -k)[-k])
             best = near[np.argsort(-scores[near], kind="stable")[:k]]
             yield hits_of(best, scores[best])
+
+
+def spread(rows: int) -> np.ndarray:
+    """At most eight row numbers from the first to the last."""
+    return np.unique(np.linspace(0, rows - 1, 8).astype(np.int64))
 
 
 def hits_of(rows: np.ndarray, scores: np.ndarray) -> Hits:

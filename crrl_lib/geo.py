@@ -26,7 +26,7 @@ SENTENCES = (
     ("city", "population", "It has {population} inhabitants."),
     ("city", "population", "The population is {population}."),
     ("city", "near", "The nearest major city is {near}, {km} km away."),
-    ("city", "near", "{near} is the closest major city, at {km} km."),
+    ("city", "near", "The closest major city is {near}, at {km} km."),
     ("city", "place", "It lies at latitude {lat} and longitude {lon}."),
     ("country", "continent", "{name} is a country in {continent}."),
     ("country", "continent", "{name} is part of {continent}."),

@@ -6,7 +6,8 @@ Adding a method is adding a row here and its name to ``params.yaml``.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from crrl_lib.records import Engine, Question, Refine, Sampling, Search, Trajectory
 from crrl_lib.rollout import Method, rollout
@@ -45,14 +46,23 @@ METHODS = {
 }
 
 
+def choose(kind: str, name: str, known: Mapping[str, Any]) -> Any:
+    """Look ``name`` up; raise with the known names when there is none."""
+    if name not in known:
+        raise ValueError(
+            f"unknown {kind} {name!r}; expected one of {', '.join(known)}: see params.yaml"
+        )
+    return known[name]
+
+
 def method_by_name(name: str) -> Row:
     """Look a method up; raise with the known names when there is none."""
-    if name not in METHODS:
-        raise ValueError(
-            f"unknown method {name!r}; expected one of {', '.join(METHODS)}: see methods in "
-            "params.yaml, rows in crrl_lib/methods.py"
-        )
-    return METHODS[name]
+    return choose("method", name, METHODS)
+
+
+def start_of(row: Row) -> str | None:
+    """Name the method that is ``row`` before any training; None when the table has none."""
+    return next((n for n, r in METHODS.items() if r == replace(row, policy="base")), None)
 
 
 def setting(row: Row, agent: Mapping) -> Method:
@@ -77,18 +87,7 @@ def run(
     seed: int = 0,
 ) -> list[Trajectory]:
     """Run one row on ``questions``: the named policy, refiner and view through the one rollout."""
-    for kind, name, known in (
-        ("refiner", row.refiner, refiners),
-        ("policy", row.policy, policies),
-    ):
-        if name not in known:
-            raise ValueError(f"unknown {kind} {name!r}; expected one of {', '.join(known)}")
-    sampling = Sampling(agent["max_tokens"], agent["temperature"], seed=seed)
-    return rollout(
-        questions,
-        policies[row.policy],
-        search,
-        refiners[row.refiner],
-        setting(row, agent),
-        sampling,
-    )
+    refine = choose("refiner", row.refiner, refiners)
+    policy = choose("policy", row.policy, policies)
+    sampling = Sampling(agent["max_tokens"], agent["temperature"], agent["top_p"], seed=seed)
+    return rollout(questions, policy, search, refine, setting(row, agent), sampling)

@@ -131,7 +131,23 @@ def _section(tree: Mapping[str, Any], profile: str, key: str, file: Path) -> Sec
                 f"{file}: {twice} stands in both method.{key} and scale.{name}.{key}; expected in "
                 "exactly one: keep it in method if it is science, in scale if it is budget"
             )
+    for name, scale in scales.items():
+        for dial in scale.keys() & scales[profile].keys():
+            where = f"{file}: scale.{{}}.{key}.{dial}"
+            _same_kind(where, profile, scales[profile][dial], name, scale[dial])
     return Section(method | scales[profile], f"method.{key} or scale.{profile}.{key} of {file}")
+
+
+def _same_kind(where: str, one: str, value: Value, other: str, example: Value) -> None:
+    """Hold the profiles to one kind of value a dial: a text where a number belongs is a slip."""
+    kinds = [bool, float, str, tuple]
+    named = dict(zip(kinds, ("true or false", "a number", "a text", "a list"), strict=True))
+    got, wanted = (next((k for k in kinds if _is_a(v, k)), None) for v in (value, example))
+    if got and wanted and got is not wanted:
+        raise TypeError(
+            f"{where.format(one)} is {value!r}, {named[got]}; expected {named[wanted]}, as in "
+            f"{where.format(other).split(': ')[1]}"
+        )
 
 
 def _checked(tree: Mapping[str, Any], key: str, where: str) -> dict[str, Value]:

@@ -73,6 +73,10 @@ class Stage:
             seconds = time.perf_counter() - start
             self._seconds[label] = self._seconds.get(label, 0.0) + seconds
 
+    def seconds(self, label: str) -> float:
+        """Return what the timer of ``label`` has added up to."""
+        return self._seconds[label]
+
     def write_metrics(self, metrics: Mapping[str, Any]) -> None:
         """Write the results with profile and seed: sorted keys, floats to 6 digits, no NaN."""
         _write_json(self.metrics_file, metrics, {"profile": self.profile, "seed": self.seed})
@@ -90,18 +94,29 @@ class Stage:
 
     def __repr__(self) -> str:
         head = f"stage {self.name}: profile {self.profile}, seed {self.seed}, {self.device}"
-        return "\n".join([head, *(f"  {key} = {value}" for key, value in self._rows())])
+        said = (dict(self.p) | self._shared()).items()
+        lines = (f"  {key} = {json.dumps(value, ensure_ascii=False)}" for key, value in said)
+        return "\n".join([head, *lines])
 
     def _repr_markdown_(self) -> str:
-        head = f"Stage `{self.name}` · profile `{self.profile}` · seed {self.seed} · {self.device}"
-        pipe = "\\|"  # a bare one would end the column
-        rows = [f"| `{key}` | `{value.replace('|', pipe)}` |" for key, value in self._rows()]
-        return "\n".join([head, "", "| param | value |", "|---|---|", *rows])
+        lines = [
+            f"Stage `{self.name}` · profile `{self.profile}` · seed {self.seed} · {self.device}",
+            "",
+            *_markdown_table(self.p),
+        ]
+        if self._agent is not None:
+            lines += ["", "<details><summary>the agent, as in every stage</summary>", ""]
+            lines += [*_markdown_table(self._shared()), "", "</details>"]
+        return "\n".join(lines)
 
-    def _rows(self) -> list[tuple[str, str]]:
-        shared = {f"agent.{key}": value for key, value in (self._agent or {}).items()}
-        values = dict(self.p) | shared
-        return [(key, json.dumps(value, ensure_ascii=False)) for key, value in values.items()]
+    def _shared(self) -> dict[str, Any]:
+        return {f"agent.{key}": value for key, value in (self._agent or {}).items()}
+
+
+def _markdown_table(values: Mapping[str, Any]) -> list[str]:
+    pipe = "\\|"  # a bare one would end the column
+    said = {k: json.dumps(v, ensure_ascii=False).replace("|", pipe) for k, v in values.items()}
+    return ["| param | value |", "|---|---|", *(f"| `{k}` | `{v}` |" for k, v in said.items())]
 
 
 def open_stage(name: str, params_file: str | Path = "params.yaml") -> Stage:

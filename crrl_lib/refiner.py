@@ -57,7 +57,7 @@ class Threshold:
 
 @dataclass
 class LMRefiner:
-    """Refine with a language model: the ``refine`` prompt, one generation a request.
+    """Refine with a language model: one prompt, one generation a request.
 
     ``grounded`` replaces every refined sentence by the passage sentence it comes closest to, so
     that nothing can be added and a small model's slips in copying are mended. ``remember`` keeps
@@ -69,6 +69,7 @@ class LMRefiner:
     sampling: Sampling
     grounded: bool = False
     remember: bool = False
+    kind: str = "refine"  # which prompt of ``form``; it is given query and documents
     _seen: dict[tuple, Refined] = field(default_factory=dict, repr=False)
 
     def __call__(self, requests: Sequence[RefineRequest]) -> list[Refined]:
@@ -89,7 +90,7 @@ class LMRefiner:
     def prompt(self, query: str, passages: Sequence[Passage]) -> list[int]:
         """Ids of the refine prompt."""
         parts = {"query": neutralise(query), "documents": render_passages(passages)}
-        return self.engine.chat(prompt_text(self.form, "refine", **parts))
+        return self.engine.chat(prompt_text(self.form, self.kind, **parts))
 
 
 def similarity(a: str, b: str) -> float:
@@ -102,20 +103,20 @@ def similarity(a: str, b: str) -> float:
     return len(grams[0] & grams[1]) / max(1, len(grams[0] | grams[1]))
 
 
-def ground(refined: str, passages: Sequence[Passage], least: float = 0.4) -> str:
-    """Snap each refined sentence to its closest passage sentence, or drop it below ``least``.
+def ground(refined: str, passages: Sequence[Passage], least: float = 0.3) -> str:
+    """Snap each refined sentence to the passage sentence it comes closest to.
 
-    Title and sentence count together, so that homonyms stay apart; order of first mention is kept.
+    Closeness is a mean of title and sentence similarity in which a title counts double: a model
+    gets the name right more often than the wording, and homonyms are told apart by the sentence.
+    Below ``least`` a sentence is dropped; that is a low bar, because one lost costs more than one
+    too many. Order of first mention is kept.
     """
     source = [(i, s) for i, p in enumerate(passages) for s in split_sentences(p.text)]
     kept: dict[int, list[str]] = {}
-    for title, sentence in _titled_sentences(refined):
-        scores = [
-            (similarity(sentence, s) + 0.5 * (not title or similarity(title, passages[i].title)))
-            for i, s in source
-        ]
+    for title, sentence in titled_sentences(refined):
+        scores = [_closeness(title, sentence, passages[i].title, s) for i, s in source]
         best = max(range(len(source)), key=scores.__getitem__, default=None)
-        if best is not None and scores[best] - 0.5 >= least:
+        if best is not None and scores[best] >= least:
             i, s = source[best]
             if s not in kept.setdefault(i, []):
                 kept[i].append(s)
@@ -123,7 +124,12 @@ def ground(refined: str, passages: Sequence[Passage], least: float = 0.4) -> str
     return "\n".join(blocks) or NOTHING_RELEVANT
 
 
-def _titled_sentences(refined: str) -> list[tuple[str, str]]:
+def _closeness(title: str, sentence: str, other_title: str, other: str) -> float:
+    alike = similarity(sentence, other)
+    return (2 * similarity(title, other_title) + alike) / 3 if title else alike
+
+
+def titled_sentences(refined: str) -> list[tuple[str, str]]:
     """Sentences of a refined text with the title each stands under."""
     blocks = [(m["title"], m["text"]) for m in _BLOCK.finditer(refined)] or [("", refined)]
     return [(title, s) for title, text in blocks for s in split_sentences(text)]

@@ -23,6 +23,7 @@ from crrl_lib.encoders import (
     LexicalProjection,
     SentenceEncoder,
     hits_of,
+    spread,
 )
 from crrl_lib.records import Passage
 
@@ -53,11 +54,9 @@ class Retriever:
                 f"{len(self.passages)}: change K, the passages per search, in params.yaml"
             )
         if blank := [i for i, query in enumerate(queries) if not query.strip()]:
-            raise ValueError(
-                f"query {blank[0]} of {len(queries)} is empty; every query needs a text"
-            )
+            raise ValueError(f"query {blank[0]} of {len(queries)} is empty; expected a text")
         found = self.index.top(queries, k)
-        return [[replace(self.passages[row], score=score) for row, score in hits] for hits in found]
+        return [[replace(self.passages[r], score=score) for r, score in hits] for hits in found]
 
 
 def build_index(
@@ -77,8 +76,7 @@ def build_index(
         raise ValueError("cannot index an empty corpus; expected at least one passage")
     if len({p.id for p in passages}) < len(passages):
         raise ValueError("passage ids repeat; load the corpus with sources.load_passages")
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    (folder := Path(folder)).mkdir(parents=True, exist_ok=True)
     (folder / "manifest.json").unlink(missing_ok=True)
     index = _index(encoder, device, settings)
     index.build(passages)
@@ -126,11 +124,13 @@ def load_index(
     _refuse(folder, manifest, found, "passages.jsonl has")
     index.load(folder)
     _refuse(folder, manifest, index.describe(), "the index has")
+    if not index.holds(passages):
+        raise ValueError(f"index {folder} was not made from the passages beside it; {_REBUILD}")
     return Retriever(passages, index, manifest)
 
 
 def corpus_checksum(passages: Sequence[Passage]) -> str:
-    """SHA-256 of a corpus: ids, titles and texts in order, as ``sources.save_passages`` writes."""
+    """SHA-256 of a corpus: ids, titles and texts in order, as the index keeps them."""
     digest = hashlib.sha256()
     for line in _lines(passages):
         digest.update(line.encode())
@@ -187,12 +187,17 @@ class FlatIndex:
         metric = {0: "inner product", 1: "L2"}.get(self.index.metric_type, "unknown")
         return {"vectors": self.index.ntotal, "dim": self.index.d, "metric": metric}
 
+    def holds(self, passages: Sequence[Passage]) -> bool:
+        """Whether a few passages, encoded again, are what is stored for them."""
+        rows = spread(len(passages))
+        made = self.encoder.passages([passages[i] for i in rows])
+        return np.allclose(made, self.index.reconstruct_batch(rows), atol=1e-2)
+
     def top(self, queries: Sequence[str], k: int) -> Iterator[Hits]:
         """Yield the best ``k`` rows of each query."""
         for start in range(0, len(queries), _BLOCK):
-            yield from self._top(
-                self.encoder.queries(queries[start : start + _BLOCK]), k, k + _SPARE
-            )
+            vectors = self.encoder.queries(queries[start : start + _BLOCK])
+            yield from self._top(vectors, k, k + _SPARE)
 
     def _top(self, vectors: np.ndarray, k: int, size: int) -> list[Hits]:
         """Search with so many candidates that none tied with the k-th stays outside."""

@@ -80,14 +80,10 @@ def f1(prediction: str, answers: Sequence[str]) -> float:
 
 
 def contains(text: str, answers: Sequence[str]) -> bool:
-    """Whether an accepted answer stands in ``text`` as a run of whole words, both normalised.
-
-    >>> contains("He was born in New York City.", ["new york"]), contains("a Yorker", ["York"])
-    (True, False)
-    """
+    """Whether an accepted answer stands in ``text`` as a run of whole words, both normalised."""
     # A gold of articles or punctuation alone is looked for as written.
     pairs = [
-        (g, normalise(text)) if (g := normalise(gold)) else (gold.strip(), text)
+        (g, normalise(text)) if (g := normalise(gold)) else (gold.strip(), text.strip())
         for gold in _aliases(answers)
     ]
     return any(gold and f" {gold} " in f" {text} " for gold, text in pairs)
@@ -122,6 +118,15 @@ def reward_em(trajectory: Trajectory) -> float:
     """CRRL's reward: 1 for an exactly right final answer, 0 otherwise, invalid runs included."""
     right = exact_match(trajectory.prediction, trajectory.question.answers)
     return float(right and trajectory.end != "invalid")
+
+
+def reward_f1(trajectory: Trajectory) -> float:
+    """Token F1 of the final answer in 0–1, a denser reward to compare with; 0 for invalid runs."""
+    valid = trajectory.end != "invalid"
+    return f1(trajectory.prediction, trajectory.question.answers) if valid else 0.0
+
+
+REWARDS = {"em": reward_em, "f1": reward_f1}  # method.crrl_grpo.reward
 
 
 def question_rows(trajectories: Iterable[Trajectory]) -> list[dict]:
@@ -202,11 +207,7 @@ def paired_difference(a: Sequence[float], b: Sequence[float], **bootstrap) -> Di
 
 
 def mcnemar(only_a: int, only_b: int) -> float:
-    """Exact two-sided McNemar p-value from the two discordant counts.
-
-    >>> mcnemar(0, 5), mcnemar(3, 3)
-    (0.0625, 1.0)
-    """
+    """Exact two-sided McNemar p-value from the two discordant counts."""
     n, k = only_a + only_b, min(only_a, only_b)
     return min(1.0, 2 * sum(math.comb(n, i) for i in range(k + 1)) / 2**n)
 

@@ -97,7 +97,8 @@ def _content(value: object) -> object:
     if not value.exists():
         raise FileNotFoundError(f"fingerprint input {value} does not exist; run its stage first")
     digest = hashlib.sha256()
-    for path in sorted(_files(value)) if value.is_dir() else [value]:
+    files = (path for path in _files(value) if path.parent.name != "__pycache__")
+    for path in sorted(files) if value.is_dir() else [value]:
         digest.update(f"{path.relative_to(value)}\0".encode())
         with path.open("rb") as stream:
             digest.update(hashlib.file_digest(stream, "sha256").digest())

@@ -11,9 +11,10 @@ supporting_facts}`` · MuSiQue ``{id, question, answer, answer_aliases, paragrap
 from __future__ import annotations
 
 import json
+import random
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,16 +55,19 @@ def load_questions(path: str | Path, passages: Sequence[Passage] = ()) -> list[Q
     return questions
 
 
-def save_passages(passages: Iterable[Passage], path: str | Path) -> None:
-    """Write our JSONL; the same passages always give the same bytes. Scores are not kept."""
-    _write(path, ({"id": p.id, "title": p.title, "text": p.text} for p in passages))
+def load_sets(paths: Sequence[str | Path], most: int, seed: int = 0) -> list[Question]:
+    """Draw at most ``most`` questions of each file, in file order; ids get the file's stem first.
 
-
-def save_questions(questions: Iterable[Question], path: str | Path) -> None:
-    """Write our JSONL; the same questions always give the same bytes."""
-    fields = ("answers", "family", "hops", "supporting_ids", "supporting_titles")
-    pairs = ((q, {name: getattr(q, name) for name in fields}) for q in questions)
-    _write(path, ({"id": q.id, "question": q.text} | rest for q, rest in pairs))
+    A seed always draws the same ones. Raises when two files share a stem: their ids would mix.
+    """
+    sets = {Path(path).stem: load_questions(path) for path in paths}
+    if len(sets) < len(paths):
+        raise ValueError(f"question files share a name: {', '.join(map(str, paths))}; rename one")
+    drawn = []
+    for stem, found in sets.items():
+        rows = random.Random(f"{seed}-{stem}").sample(range(len(found)), min(most, len(found)))
+        drawn += [replace(found[i], id=f"{stem}/{found[i].id}") for i in sorted(rows)]
+    return drawn
 
 
 @dataclass(frozen=True)
@@ -241,8 +245,3 @@ def _check_unique(rows: Sequence[_Row], ids: Sequence[str]) -> None:
         if key in first:
             raise row.fail(f"id {key!r} was already used at {first[key]}; ids must be unique")
         first[key] = row.where
-
-
-def _write(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    Path(path).write_text(text, encoding="utf-8", newline="\n")

@@ -112,10 +112,10 @@ def update(
     return {
         "zero_variance_share": equal.float().mean().item(),
         "advantage_abs": advantages.abs().mean().item(),
-        "kl": sums["kl"] / max(sums["weight"], 1e-12),
+        "kl": sums["kl"] / sums["weight"] if sums["weight"] else None,  # None: no row was run
         "clip_share": sums["clip_share"] / max(sums["weight"], 1e-12),
         "ratio_max": ratio_max,
-        "entropy": sums["entropy"] / max(sums["once"], 1e-12),
+        "entropy": sums["entropy"] / sums["once"] if sums["once"] else None,
         "sampling_gap": sums["gap"] / known if known else None,  # engine against trainer, a token
         "grad_norm": sum(norm for norm, _ in passes) / len(passes),
         "train_tokens": int(sums["tokens"]),  # forwarded with gradient

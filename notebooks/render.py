@@ -35,7 +35,8 @@ def render(name: str, root: Path = ROOT) -> Path:
     notebook = nbformat.read(executed, as_version=4)
     clean(notebook, root)
     body, resources = exporter().from_notebook_node(notebook)
-    page = f"{navigation(name, root)}\n\n{tidy(body)}\n"
+    links = navigation(name, root)  # above and below: pages are long
+    page = f"{links}\n\n{tidy(body)}\n\n{links}\n"
     return write(root / "notebooks" / "rendered" / name, page, resources["outputs"])
 
 
@@ -123,12 +124,13 @@ def tidy(body: str) -> str:
 
 
 def navigation(name: str, root: Path) -> str:
-    """Link the page before, the notebook itself, the page after."""
+    """Link the README, the page before, the notebook itself, the page after."""
     names = sorted(path.stem for path in (root / "notebooks").glob("[0-9][0-9]_*.ipynb"))
     if name not in names:
         raise ValueError(f"no notebook {name!r} in notebooks/; expected one of {', '.join(names)}")
     at = names.index(name)
-    links = [f"[← {n}](../{n}/README.md)" for n in names[:at][-1:]]
+    links = ["[README](../../../README.md)"]
+    links += [f"[← {n}](../{n}/README.md)" for n in names[:at][-1:]]
     links += [f"[the notebook](../../{name}.ipynb)"]
     links += [f"[{n} →](../{n}/README.md)" for n in names[at + 1 :][:1]]
     return " · ".join(links)

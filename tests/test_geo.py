@@ -101,7 +101,7 @@ def test_a_fact_that_is_missing_leaves_no_sentence():
         ("Clocks follow Europe/Berlin time.", "city", "zone", {"zone": "Europe/Berlin"}),
         ("It has 313,125 inhabitants.", "city", "population", {"population": "313,125"}),
         (
-            "Cologne is the closest major city, at 24 km.",
+            "The closest major city is Cologne, at 24 km.",
             "city",
             "near",
             {"near": "Cologne", "km": "24"},

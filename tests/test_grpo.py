@@ -287,8 +287,9 @@ def test_logit_rescaling_is_applied_or_refused() -> None:
 # ---------------------------------------------------------------- invariants of the gradient
 
 
-def test_only_targets_of_generated_tokens_matter() -> None:
-    model, packed = tiny(), grpo.pack(grpo.rows(*batch("oq")))
+@pytest.mark.parametrize("view", ["full", "oq"])  # observations inside a row, and rows apart
+def test_only_targets_of_generated_tokens_matter(view: str) -> None:
+    model, packed = tiny(), grpo.pack(grpo.rows(*batch(view)))
     before = gradient(model, [packed])
     outside = torch.where(packed.loss_mask, packed.labels, (packed.labels + 7) % VOCAB)
     inside = torch.where(packed.loss_mask, (packed.labels + 7) % VOCAB, packed.labels)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from ruamel.yaml import YAML
 
-from crrl_lib.methods import METHODS, Row, method_by_name, run, setting
+from crrl_lib.methods import METHODS, Row, method_by_name, run, setting, start_of
 from crrl_lib.records import Generation, Passage, Question
 from crrl_lib.refiner import keep_all
 from crrl_lib.rollout import Method
@@ -21,6 +21,7 @@ AGENT = {
     "invalid_action": "retry",
     "max_tokens": 30,
     "temperature": 0.0,
+    "top_p": 0.9,
 }
 ROWS = {  # prompt, view, refiner, policy, as the method's table has them
     "direct": ("direct", "full", "none", "base"),
@@ -117,6 +118,14 @@ def test_run_takes_the_rows_policy_and_the_agents_sampling():
         assert (t.prediction, t.prompt) == (wanted, "search")
     (sampling,) = policies["crrl"].samplings
     assert (sampling.max_tokens, sampling.temperature, sampling.seed) == (30, 0.7, 5)
+    assert sampling.top_p == 0.9
+
+
+def test_a_trained_row_starts_as_the_method_that_is_itself_untrained():
+    assert start_of(METHODS["crrl"]) == "context_refiner_oq"
+    assert start_of(METHODS["search_grpo"]) == "ircot"
+    assert start_of(Row(view="oq", policy="crrl")) == "ircot_oq"  # an ablation: no refiner
+    assert start_of(Row(view="o", refiner="oracle")) is None
 
 
 def test_run_says_which_refiner_or_policy_is_missing():

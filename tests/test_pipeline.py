@@ -169,12 +169,34 @@ def test_profiles_have_the_same_keys():
         assert keys[profile] == keys["tiny"], f"{profile}: {keys[profile] ^ keys['tiny']}"
 
 
+def test_the_course_of_training_is_plotted_by_step():
+    declared = {path: axes for plot in yaml("dvc.yaml")["plots"] for path, axes in plot.items()}
+    assert set(declared) == {
+        "figures/sft_refiner/training.csv",
+        "figures/crrl_grpo/search_grpo.csv",
+        "figures/crrl_grpo/crrl.csv",
+    }
+    for path, axes in declared.items():
+        head = (ROOT / path).read_text().splitlines()[0].split(",")
+        assert {axes["x"], axes["y"]} <= set(head)
+
+
 @pytest.mark.parametrize(("stage", "name"), STAGES.items())
 def test_every_dial_is_read(stage, name):
     params = yaml("params.yaml")
     keys = set(params["method"].get(stage) or {}) | set(params["scale"]["tiny"].get(stage) or {})
-    dead = {key for key in keys if not re.search(rf"\b{key}\b", code(name))}
+    read = r"""\bp\.{0}\b|["']{0}["']|^\s+{0}\b"""  # p.key, "key", or a line of a list of names
+    dead = {key for key in keys if not re.search(read.format(key), code(name), re.MULTILINE)}
     assert not dead, f"{name} does not read {sorted(dead)} of params.yaml"
+
+
+def test_every_dial_of_the_agent_is_read():
+    params = yaml("params.yaml")
+    keys = set(params["method"]["agent"]) | set(params["scale"]["tiny"]["agent"])
+    library = "\n".join(path.read_text() for path in sorted((ROOT / "crrl_lib").glob("*.py")))
+    everything = library + "\n".join(code(name) for name in STAGES.values())
+    dead = {k for k in keys if not re.search(rf"""agent\.{k}\b|agent\["{k}"\]""", everything)}
+    assert not dead, f"nothing reads {sorted(dead)} of params.yaml's agent"
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)

@@ -70,6 +70,17 @@ def test_float_as_dvc_writes_it_is_a_float_and_a_list_a_tuple(root):
     assert stage.p.coefs == (0.1, 0.2)
 
 
+def test_a_dial_has_one_kind_of_value_in_every_profile(root):
+    edit(root, "paper: {index: {passages: 1000}", "paper: {index: {passages: null}")
+    assert open_stage("index").p.passages == 10  # null says that a profile has no such setting
+    edit(root, "tiny: {index: {passages: 10}", 'tiny: {index: {passages: "10"}')
+    assert open_stage("index").p.passages == "10"  # nothing to compare with
+    edit(root, "paper: {index: {passages: null}", "paper: {index: {passages: 1000}")
+    message = "scale.tiny.index.passages is '10', a text; expected a number, as in scale.paper"
+    with pytest.raises(TypeError, match=message):
+        open_stage("index")
+
+
 def test_changes_to_the_root_from_any_depth_and_again(root, monkeypatch):
     deep = root / "notebooks" / "deep"
     deep.mkdir(parents=True)

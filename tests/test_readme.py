@@ -32,13 +32,15 @@ PAPER = {
 def results_table(methods: dict[str, dict]) -> str:
     """Make the README's table out of ``data/metrics/evaluate.json``."""
     head = ["method", "paper, 7B: EM / searches", "ours, paper profile"]
-    head += ["ours, tiny: EM [95 % interval]", "searches", "context tokens"]
+    head += ["ours, tiny: EM [95 % interval]", "searches", "context tokens", "all tokens"]
     rows = [head, ["---"] * len(head)]
     for name in METHODS:
         m = methods[name]
         em, low, high = (f"{100 * m[key]:.1f}" for key in ("em", "em_low", "em_high"))
         cells = [LABELS[name], PAPER.get(name, "–"), "not run", f"{em} [{low}, {high}]"]
-        rows.append([*cells, f"{m['art']:.2f}", f"{m['context_tokens']:.0f}"])
+        rows.append(
+            [*cells, f"{m['art']:.2f}", f"{m['context_tokens']:.0f}", f"{m['total_tokens']:.0f}"]
+        )
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
@@ -49,6 +51,38 @@ def test_the_result_table_is_what_the_metrics_say():
     expected = results_table(metrics["methods"])
     found = README.split(BEGIN)[1].split(END)[0].strip()
     assert found == expected, f"put this between the results marks of README.md:\n\n{expected}\n"
+
+
+def test_the_metrics_carry_every_name_of_the_study():
+    methods = json.loads((ROOT / "data/metrics/evaluate.json").read_text())["methods"]
+    assert set(methods) == set(METHODS)
+    shares = [
+        "em",
+        "em_low",
+        "em_high",
+        "f1",
+        "cover_em",
+        "recall_rate",
+        "recall_rate_refined",
+        "recall_accuracy",
+    ]
+    sizes = ["n", "art", "context_tokens", "context_tokens_peak", "total_tokens"]
+    for name, row in methods.items():
+        assert set(shares + sizes) <= set(row)
+        assert row["n"] >= 600
+        recalls = [row[key] for key in shares if key.startswith("recall")]
+        if name in ("direct", "cot"):
+            assert recalls == [None] * 3
+        else:
+            assert 0 <= row["recall_accuracy"] <= row["recall_rate"] <= 1
+        assert row["em_low"] <= row["em"] <= row["em_high"] <= 1
+
+
+def test_no_stage_took_more_than_four_gib():
+    timings = sorted((ROOT / "data/metrics/timing").glob("*.json"))
+    assert len(timings) == 6
+    for path in timings:
+        assert json.loads(path.read_text())["peak_rss_mib"] < 4096, path.name
 
 
 def test_every_link_and_image_exists():

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from crrl_lib.protocol import NOTHING_RELEVANT
+from crrl_lib.protocol import NOTHING_RELEVANT, prompt_text, render_passages
 from crrl_lib.records import Generation, Passage, Question, Refined, RefineRequest, Sampling
 from crrl_lib.refiner import LMRefiner, Threshold, ground, keep_all, similarity
 from crrl_lib.rollout import Method, rollout
@@ -130,6 +130,18 @@ def test_a_frozen_model_remembers():
     assert [len(batch) for batch in writer.batches] == [2, 1]
 
 
+def test_the_prompt_is_an_argument():
+    parts = {"query": "a", "documents": render_passages([BONN])}
+    writer = Writer({"a": "Bonn."})
+    for kind in ("refine", "summary"):
+        refine = LMRefiner(writer, "short", Sampling(30), kind=kind)
+        if kind == "refine":
+            assert refine.prompt("a", [BONN]) == writer.chat(prompt_text("short", kind, **parts))
+        else:
+            with pytest.raises(ValueError, match="unknown prompt short/summary"):
+                refine([request("a", BONN)])
+
+
 @pytest.mark.parametrize("reply", ["", "  \n"])
 @pytest.mark.parametrize("grounded", [False, True])
 def test_an_empty_refinement_is_said_in_words(reply, grounded):
@@ -139,7 +151,7 @@ def test_an_empty_refinement_is_said_in_words(reply, grounded):
 
 
 def test_a_grounded_refinement_is_snapped():
-    writer = Writer({"a": "(Title: Bonn) Bonn is a twon in Germany. It is lovely there."})
+    writer = Writer({"a": "(Title: Bonn) Bonn is a twon in Germany."})
     (made,) = refiner(writer, grounded=True)([request("a", BONN, LINZ)])
     assert made.text == "(Title: Bonn) Bonn is a town in Germany."
 
@@ -214,12 +226,22 @@ GOD = Passage("n", "Mercury (god)", "It has no moons. His father is Jupiter.")
             (PLANET, GOD),
             "(Title: Mercury (god)) It has no moons.",
         ),
-        (  # what no document says goes
-            "(Title: Bonn) Bonn is a town in Germany. Beethoven was born there in 1770.",
+        (  # what no document says under that title goes
+            "(Title: Lima) Beethoven was born there in 1770.",
             (BONN,),
+            NOTHING_RELEVANT,
+        ),
+        ("Beethoven was born there in 1770.", (BONN,), NOTHING_RELEVANT),
+        (  # a right title keeps its passage, in the passage's own words
+            "(Title: Bonn) Bonn has 313,125 people.",
+            (LINZ, BONN),
+            "(Title: Bonn) The population is 313,125.",
+        ),
+        (  # the title counts double: Linz has the wording, Bonn is meant
+            "(Title: Bonn) Bonn is a city in Austria.",
+            (LINZ, BONN),
             "(Title: Bonn) Bonn is a town in Germany.",
         ),
-        ("(Title: Bonn) Beethoven was born there in 1770.", (BONN,), NOTHING_RELEVANT),
         (  # order of first mention, once each, one block a passage
             "(Title: Linz) Linz is a city in Austria.\n(Title: Bonn) The population is 313,125.\n"
             "(Title: Linz) Clocks follow Europe/Vienna time. Linz is a city in Austria.",

@@ -76,16 +76,20 @@ def test_doctests(render):
 
 def test_page_shows_what_it_should(render, tmp_path):
     page = render.render("02_study", make_root(tmp_path / "r")).read_text()
+    links = (
+        "[README](../../../README.md) · [← 01_index](../01_index/README.md) · "
+        "[the notebook](../../02_study.ipynb) · [03_train →](../03_train/README.md)\n"
+    )
     assert page == (
-        "[← 01_index](../01_index/README.md) · [the notebook](../../02_study.ipynb) · "
-        "[03_train →](../03_train/README.md)\n\n"
+        f"{links}\n"
         "# Study\n\nSee [before](../01_index/README.md).\n\n"
         '```python\nparams_file = "params.yaml"\n```\n\n'
         "```python\ntrain()\n\n\n# done\n```\n\n    ready\n\n"
         "```python\nwarn()\n```\n\n    calm\n\n"
         "```python\npath\n```\n\n    <X> data/a\n\n"
         "```python\ntable(df)\n```\n\n| a |\n|---|\n| 1 |\n\n"
-        "```python\nplot()\n```\n\n![png](curve.png)\n"
+        "```python\nplot()\n```\n\n![png](curve.png)\n\n"
+        f"{links}"
     )
 
 

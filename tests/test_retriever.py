@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 from crrl_lib.encoders import LexicalProjection, tokens
 from crrl_lib.records import Passage
 from crrl_lib.retriever import build_index, corpus_checksum, load_index
-from crrl_lib.sources import load_passages, load_questions, save_passages
+from crrl_lib.sources import load_passages, load_questions
 
 REAL = Path(__file__).resolve().parents[2] / "shared" / "data"
 real = pytest.mark.skipif(not REAL.is_dir(), reason="no ../shared/data beside the repository")
@@ -205,11 +206,12 @@ def test_loaded_index_answers_as_the_built_one(search, tmp_path):
 def test_checksum_is_that_of_the_file(tmp_path):
     import hashlib
 
-    save_passages(CITIES, tmp_path / "p.jsonl")
-    digest = hashlib.sha256((tmp_path / "p.jsonl").read_bytes()).hexdigest()
-    assert corpus_checksum(CITIES) == digest
     build_index(CITIES, tmp_path / "index", "bm25")
-    assert (tmp_path / "index/passages.jsonl").read_bytes() == (tmp_path / "p.jsonl").read_bytes()
+    written = (tmp_path / "index/passages.jsonl").read_bytes()
+    rows = [{"id": p.id, "title": p.title, "text": p.text} for p in CITIES]
+    assert [json.loads(line) for line in written.decode().splitlines()] == rows
+    digest = hashlib.sha256(written).hexdigest()
+    assert corpus_checksum(CITIES) == digest
     assert corpus_checksum(CITIES[1:]) != digest
 
 
@@ -246,6 +248,17 @@ def test_an_index_of_another_corpus_is_refused(tmp_path):
     (tmp_path / "b/index.faiss").replace(tmp_path / "a/index.faiss")
     with pytest.raises(ValueError, match="vectors = 7, the index has 6"):
         load_index(tmp_path / "a")
+
+
+@pytest.mark.parametrize("encoder", ["lexical", "bm25"])
+def test_an_index_of_another_corpus_of_the_same_size_is_refused(tmp_path, encoder):
+    others = [replace(p, title=f"X{p.title}", text=p.text.upper()[::-1]) for p in CITIES]
+    build_index(CITIES, tmp_path / "a", encoder)
+    build_index(others, tmp_path / "b", encoder)
+    for kept in ("manifest.json", "passages.jsonl"):
+        (tmp_path / "a" / kept).replace(tmp_path / "b" / kept)
+    with pytest.raises(ValueError, match="was not made from the passages beside it; build it"):
+        load_index(tmp_path / "b")
 
 
 def test_an_interrupted_build_is_no_index(tmp_path, monkeypatch):

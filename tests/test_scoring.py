@@ -7,7 +7,7 @@ import unicodedata
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from crrl_lib import scoring
@@ -127,6 +127,7 @@ def test_f1(prediction, answers, expected):
 
 
 @patient
+@example(":\r", ":")
 @given(st.text(max_size=30), st.text(max_size=30))
 def test_f1_is_symmetric_bounded_and_one_on_a_match(a, b):
     assert 0 <= scoring.f1(a, [b]) <= 1
@@ -184,6 +185,11 @@ def test_reward():
     assert scoring.reward_em(run(answer("Austria"))) == 0
     assert scoring.reward_em(run(search(BONN), end="budget")) == 0
     assert scoring.reward_em(run(answer("Germany"), Turn("?", note="no tag"), end="invalid")) == 0
+    half = run(answer("west germany"))
+    assert scoring.reward_em(half) == 0
+    assert scoring.reward_f1(half) == pytest.approx(2 / 3)  # precision 1/2, recall 1
+    assert scoring.reward_f1(run(answer("Germany"), Turn("?", note="no tag"), end="invalid")) == 0
+    assert {"em": scoring.reward_em, "f1": scoring.reward_f1} == scoring.REWARDS
 
 
 def test_summary_by_hand():

@@ -34,6 +34,16 @@ while True:
 """
 
 
+def test_fingerprint_of_code_ignores_what_python_compiled(tmp_path):
+    (tmp_path / "m.py").write_text("x = 1")
+    before = fingerprint({"code": tmp_path})
+    (tmp_path / "__pycache__").mkdir()
+    (tmp_path / "__pycache__/m.pyc").write_bytes(b"0")
+    assert fingerprint({"code": tmp_path}) == before
+    (tmp_path / "m.py").write_text("x = 2")
+    assert fingerprint({"code": tmp_path}) != before
+
+
 def test_fingerprint_is_of_content_not_of_order_or_name(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "a/x").write_text("1")

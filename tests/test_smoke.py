@@ -118,12 +118,23 @@ def test_one_key_reruns_what_depends_on_it_and_back_is_a_cache_hit(clone: Path, 
     before = (clone / "data/metrics/evaluate.json").read_bytes()
     change(clone, "crrl_grpo", refiner="none")
     stages = {s for s in ran(repro(clone)) if not s.startswith("render")}
+    arm = json.loads((clone / "data/crrl_grpo/crrl/arm.json").read_text())
+    assert (arm["view"], arm["refiner"]) == ("oq", "none")  # evaluate asks it as it was trained
     # Where the other refiner happens to train the same weights, evaluate has nothing new to do.
     assert {"crrl_grpo"} <= stages <= {"crrl_grpo", "evaluate"}
     change(clone, "crrl_grpo", refiner="context")
     back = {s for s in ran(repro(clone)) if not s.startswith("render")}
     assert not back
     assert (clone / "data/metrics/evaluate.json").read_bytes() == before
+
+
+def test_the_tour_runs_after_the_pipeline(clone: Path, first: str) -> None:
+    papermill = ["papermill", "-k", "python3", "--no-progress-bar"]
+    done = subprocess.run(
+        [*papermill, "notebooks/00_tour.ipynb", "data/executed/00_tour.ipynb"],
+        cwd=clone, env=environment(), capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 @pytest.mark.parametrize("stage", ["sft_refiner", "crrl_grpo"])

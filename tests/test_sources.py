@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from crrl_lib.records import Passage, Question
-from crrl_lib.sources import load_passages, load_questions, save_passages, save_questions
+from crrl_lib.sources import load_passages, load_questions, load_sets
 
 REAL = Path(__file__).resolve().parents[2] / "shared" / "data"
 real = pytest.mark.skipif(not REAL.is_dir(), reason="no ../shared/data beside the repository")
@@ -91,29 +91,37 @@ def test_real_file_of_the_wrong_kind(load, name, problem):
     assert name in str(caught.value)
 
 
-@real
-def test_real_files_survive_our_own_format(tmp_path):
-    passages = load_passages(REAL / "musique_train_corpus.json")
-    save_passages(passages, tmp_path / "p.jsonl")
-    assert load_passages(tmp_path / "p.jsonl") == passages
-    questions = load_questions(REAL / "musique_train.json", passages)
-    save_questions(questions, tmp_path / "q.jsonl")
-    assert load_questions(tmp_path / "q.jsonl") == questions
-
-
-def test_own_format_has_stable_bytes(tmp_path):
-    passages = [Passage("1", "Köln", "On the\u2028Rhine.", score=0.5)]
-    save_passages(passages, tmp_path / "p.jsonl")
-    expected = '{"id": "1", "title": "Köln", "text": "On the\u2028Rhine."}\n'
-    assert (tmp_path / "p.jsonl").read_bytes() == expected.encode()
+def test_own_passages(tmp_path):
+    line = '{"id": "1", "title": "Köln", "text": "On the\u2028Rhine."}\n'
+    (tmp_path / "p.jsonl").write_text(line, encoding="utf-8")
     assert load_passages(tmp_path / "p.jsonl") == [Passage("1", "Köln", "On the\u2028Rhine.")]
-    questions = [Question("q", "Where?", ("Rome", "Roma"), "f", 2, ("1", "2"), ("Köln",))]
-    save_questions(questions, tmp_path / "q.jsonl")
-    assert (tmp_path / "q.jsonl").read_text(encoding="utf-8") == (
+
+
+def test_own_questions(tmp_path):
+    (tmp_path / "q.jsonl").write_text(
         '{"id": "q", "question": "Where?", "answers": ["Rome", "Roma"], "family": "f", '
-        '"hops": 2, "supporting_ids": ["1", "2"], "supporting_titles": ["Köln"]}\n'
+        '"hops": 2, "supporting_ids": ["1", "2"], "supporting_titles": ["Köln"]}\n',
+        encoding="utf-8",
     )
-    assert load_questions(tmp_path / "q.jsonl") == questions
+    expected = [Question("q", "Where?", ("Rome", "Roma"), "f", 2, ("1", "2"), ("Köln",))]
+    assert load_questions(tmp_path / "q.jsonl") == expected
+
+
+def test_sets_are_drawn_by_seed_and_named_by_file(tmp_path):
+    rows = [{"id": f"test_{i}", "question": f"Q{i}?", "answer": "A"} for i in range(40)]
+    paths = [write(tmp_path / f"{name}.jsonl", rows) for name in ("nq", "popqa")]
+    drawn = load_sets(paths, 10, seed=1)
+    assert drawn == load_sets(paths, 10, seed=1)
+    numbers = [[int(q.id.split("_")[1]) for q in drawn if q.id.startswith(f"{name}/test_")]
+               for name in ("nq", "popqa")]  # fmt: skip
+    assert [len(n) for n in numbers] == [10, 10]
+    assert [sorted(n) for n in numbers] == numbers  # in file order
+    assert max(numbers[0]) > 20  # drawn from the whole file, not its head
+    assert numbers[0] != numbers[1]
+    assert drawn != load_sets(paths, 10, seed=2)
+    assert [q.id for q in load_sets(paths[:1], 99)] == [f"nq/{r['id']}" for r in rows]
+    with pytest.raises(ValueError, match="share a name.*rename one"):
+        load_sets([paths[0], paths[0]], 10)
 
 
 def test_wiki18_passages(tmp_path):

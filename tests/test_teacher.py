@@ -28,7 +28,7 @@ TEXAS = Passage(
     "t",
     "Victoria",
     "Victoria is a city in United States. Clocks follow America/Chicago time. "
-    "Corpus Christi is the closest major city, at 118 km. The population is 65,534.",
+    "The closest major city is Corpus Christi, at 118 km. The population is 65,534.",
 )
 CANADA = Passage(
     "v",
@@ -166,7 +166,7 @@ def test_select(attribute, description, countries):
         ),
         (
             "nearest major city of Victoria in the America/Chicago time zone",
-            "(Title: Victoria) Corpus Christi is the closest major city, at 118 km.",
+            "(Title: Victoria) The closest major city is Corpus Christi, at 118 km.",
         ),
         ("country of Victoria in Canada", "(Title: Victoria) Victoria is a city in Canada."),
         # Not told apart: what would tell them apart is kept, the asked sentence first.
@@ -175,7 +175,7 @@ def test_select(attribute, description, countries):
             "(Title: Victoria) It has 24,555 inhabitants. Victoria is a town in Chile. "
             "The nearest major city is Temuco, 57 km away. The time zone is America/Santiago.\n"
             "(Title: Victoria) The population is 65,534. Victoria is a city in United States. "
-            "Corpus Christi is the closest major city, at 118 km. "
+            "The closest major city is Corpus Christi, at 118 km. "
             "Clocks follow America/Chicago time.\n"
             "(Title: Victoria) The population is 289,625. Victoria is a city in Canada. "
             "The nearest major city is Vancouver, 95 km away. "

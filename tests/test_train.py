@@ -204,6 +204,7 @@ def test_equal_rewards_teach_nothing_and_are_forwarded_only_for_the_kl() -> None
     assert torch.equal(before, weights(model))
     assert done.rows[0]["zero_variance_share"] == 1.0
     assert done.rows[0]["train_tokens"] == 2 * 2  # a dummy for each mini-batch
+    assert (done.rows[0]["kl"], done.rows[0]["entropy"]) == (None, None)  # not measured, not 0
     done = fit(model, changed(steps=1), reward=lambda run: 0.5)
     assert done.rows[0]["train_tokens"] > 100
 
