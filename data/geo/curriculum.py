@@ -1,13 +1,15 @@
 """What the small base model reads: the search protocol in worlds whose facts are dealt anew.
 
 Names come from training countries alone (nothing of ``tune`` or ``eval``) and every attribute is
-random, so a model can only succeed by reading. A fifth of the names are spliced from two others.
+random, so a model can only succeed by reading. Names, time zones and currencies are partly
+invented: a model that has met every name learns to recall names, not to copy them.
 """
 
 from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -48,6 +50,7 @@ KS = (
 )  # passages a search; one K alone would make another K a distribution shift
 VIEW_MIX = {"full": 0.45, "o": 0.15, "oq": 0.25, "oqp": 0.15}
 REFINED = 0.4  # share of episodes that read refined documents, half of them under -oq
+INVENTED = (0.2, 0.6)  # share of names that are nobody's: at first, and in the last third
 BARE = 0.3  # share of first queries that leave out what tells homonyms apart
 Example = tuple[list[int], list[float]]  # ids and a weight for each as a target
 CONTEXT_WEIGHT = 0.1  # of tokens that the model did not write itself
@@ -72,16 +75,33 @@ def splice(a: str, b: str, rng: random.Random) -> str:
     return a[: rng.randint(2, max(2, len(a) - 2))] + b[rng.randint(1, max(1, len(b) - 3)) :].lower()
 
 
-def deal(entities: list[Entity], rng: random.Random) -> World:
-    """Deal every attribute anew; homonyms stay homonyms."""
+def invent(words: list[str], rng: random.Random) -> str:
+    """A name of one to four words, most of them spliced; now and then the last one comes twice."""
+    name = []
+    for _ in range(rng.choices((1, 2, 3, 4), (60, 28, 9, 3))[0]):
+        word = rng.choice(words)
+        name.append(word if rng.random() < 0.3 else splice(word, rng.choice(words), rng))
+    return " ".join(name + name[-1:] * (rng.random() < 0.06))
+
+
+def deal(entities: list[Entity], rng: random.Random, invented: float = INVENTED[1]) -> World:
+    """Deal every attribute anew, ``invented`` of the names too; homonyms stay homonyms."""
     names = sorted({e.name for e in entities})
-    new = {n: splice(n, rng.choice(names), rng) if rng.random() < 0.2 else n for n in names}
+    words = sorted({w for n in names for w in n.split() if re.fullmatch(r"[A-Z][^.,()]{2,}", w)})
+    new = {n: invent(words, rng) if rng.random() < invented else n for n in names}
     cities = [e for e in entities if e.kind == "city"]
     countries = [e for e in entities if e.kind == "country"]
     column = {
         key: sorted({e.facts[key] for e in entities if key in e.facts})
         for key in ("zone", "continent", "currency", "domain", "code")
     }
+    for i, zone in enumerate(column["zone"]):
+        if rng.random() < invented:
+            region = zone.split("/")[0]
+            column["zone"][i] = f"{region}/{invent(words, rng).replace(' ', '_')}"
+    column["currency"] = [
+        invent(words, rng) if rng.random() < invented else c for c in column["currency"]
+    ]
     size = {c.id: int(10 ** rng.uniform(4, 7)) for c in cities}
     major = [c for c in cities if size[c.id] >= 200_000]
     dealt = []

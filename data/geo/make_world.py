@@ -35,7 +35,7 @@ CONTINENTS = {
 # Countries sorted by number of cities are dealt in this pattern: every split gets large and small.
 DEAL = ("train", "eval", "distill", "tune", "train", "eval", "distill", "eval", "train", "distill")
 COUNTS = {  # questions: single hop, multi hop
-    "distill": (900, 1100),
+    "distill": (1500, 2500),
     "train": (900, 1100),
     "tune": (150, 150),
     "eval": (300, 300),
