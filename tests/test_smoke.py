@@ -27,7 +27,12 @@ STAGES = (
 BUDGET = {
     "masking_study": {"questions_per_file": 8},
     "distill_refiner_data": {"questions_per_file": 16},
-    "sft_refiner": {"max_examples": 40, "batch_size": 4, "save_steps": 2},
+    "sft_refiner": {
+        "max_examples": 40,
+        "batch_size": 4,
+        "micro_batch_size": 2,
+        "save_steps": 2,
+    },
     "crrl_grpo": {
         "steps": 4,
         "group_size": 2,
