@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--k", type=int, default=3, help="passages a search")
     args = parser.parse_args()
 
-    engine = open_engine(args.model, {"dtype": "float32", "batch_tokens": 65_536})
+    engine = open_engine(args.model, {"dtype": "float32", "batch_tokens": 16_384})
     questions = [q for h in ("single", "multi") for q in load_questions(GEO / f"eval_{h}.jsonl")]
     random.Random(0).shuffle(questions)
     questions = questions[: args.questions]

@@ -59,11 +59,6 @@ class Method:
         if self.k < 1 or self.budget < 0:
             raise ValueError(f"k={self.k} and budget={self.budget}; expected k >= 1, budget >= 0")
 
-    @property
-    def retrieves(self) -> bool:
-        """Whether any document is ever read: without one, recall has no meaning."""
-        return self.prompt in ("search", "rag")
-
 
 RETRY_NOTE = (
     "My action is not valid. To search, put the query between <search> and </search>; "

@@ -134,9 +134,10 @@ def question_rows(trajectories: Iterable[Trajectory]) -> list[dict]:
     return [_row(t) for t in trajectories]
 
 
-def summarise(trajectories: Iterable[Trajectory], **options) -> Metrics:
+def summarise(trajectories: Sequence[Trajectory], **options) -> Metrics:
     """Summarise one method's trajectories; the options are those of ``summarise_rows``."""
-    return summarise_rows(question_rows(trajectories), **options)
+    read = any(t.prompt not in ("direct", "cot") for t in trajectories)  # those retrieve nothing
+    return summarise_rows(question_rows(trajectories), retrieval=read, **options)
 
 
 def summarise_rows(rows: Sequence[Mapping], *, retrieval: bool = True, **bootstrap) -> Metrics:
@@ -152,7 +153,6 @@ def summarise_rows(rows: Sequence[Mapping], *, retrieval: bool = True, **bootstr
         return np.array([row[name] for row in rows], dtype=float)
 
     em, hit = column("em"), column("recalled")
-    interval = bootstrap_interval(em, **bootstrap)
     recalls = {
         "recall_rate": hit,
         "recall_rate_refined": column("recalled_refined"),
@@ -163,7 +163,7 @@ def summarise_rows(rows: Sequence[Mapping], *, retrieval: bool = True, **bootstr
     return {
         "n": len(rows),
         "em": float(em.mean()),
-        **dict(zip(("em_low", "em_high"), interval, strict=True)),
+        **dict(zip(("em_low", "em_high"), bootstrap_interval(em, **bootstrap), strict=True)),
         "art": float(column("searches").mean()),
         **{name: float(column(name).mean()) for name in _MEANS},
         **{name: float(v.mean()) if retrieval else None for name, v in recalls.items()},

@@ -166,7 +166,7 @@ def _final(question: str, hops: list, found: list[str], thought: str) -> str:
     if read_question(question)[0] == "compare":
         sizes = [int(v.replace(",", "")) for v in found]
         answer = _bare(hops[sizes.index(max(sizes))][1])
-        thought += f"{answer} has more. "
+        thought += f"{_bare(hops[0][1])} has {found[0]}. {answer} has more. "
     return f"<think> {thought.strip()}</think><answer> {answer}</answer>"
 
 

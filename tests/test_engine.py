@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import threading
 from collections import Counter
 from pathlib import Path
 
@@ -280,6 +281,49 @@ def test_the_batches_of_one_call_draw_different_noise(coin):
     small = HFEngine(coin.model, coin.tokenizer, batch_tokens=2 * 31)
     made = small.generate([coin.encode("p")] * 8, Sampling(30, 1.0, seed=3))
     assert len({g.ids for g in made}) == 8
+
+
+@pytest.mark.parametrize("sampling", [greedy(12), Sampling(12, 1.0, seed=3)])
+def test_threads_change_nothing(plain, sampling):
+    small = HFEngine(plain.model, plain.tokenizer, batch_tokens=60)
+    prompts, cores = [plain.encode(p) for p in PROMPTS], torch.get_num_threads()
+    made = []
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            made.append(text_of(small.generate(prompts, sampling)))
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(cores)
+    assert made[0] == made[1]
+
+
+def test_batches_run_side_by_side(plain, monkeypatch):
+    small, meet = HFEngine(plain.model, plain.tokenizer, batch_tokens=60), threading.Barrier(2)
+    whole = small._batch
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(torch, "set_num_threads", lambda n: None)
+    monkeypatch.setattr(small, "_batch", lambda *a: (meet.wait(60), whole(*a))[1])
+    prompts = [plain.encode(p) for p in PROMPTS[:2]]
+    assert text_of(small.generate(prompts, greedy(12))) == text_of(
+        plain.generate(prompts, greedy(12))
+    )
+
+
+def test_a_failing_batch_leaves_the_threads_as_they_were(plain, monkeypatch):
+    small, cores = HFEngine(plain.model, plain.tokenizer, batch_tokens=60), torch.get_num_threads()
+
+    def fail(*args):
+        raise MemoryError("planted")
+
+    monkeypatch.setattr(small, "_batch", fail)
+    try:
+        torch.set_num_threads(2)
+        with pytest.raises(MemoryError, match="planted"):
+            small.generate([plain.encode(p) for p in PROMPTS], greedy(12))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(cores)
 
 
 # What the model brings along

@@ -80,7 +80,6 @@ def test_setting_maps_params():
         VIEWS["oq"],
         VIEWS["oqp"],
     ]
-    assert [m for m in METHODS if not setting(METHODS[m], AGENT).retrieves] == ["direct", "cot"]
 
 
 class Fixed:

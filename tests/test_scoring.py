@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import unicodedata
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -224,7 +225,7 @@ def test_summary_by_hand():
 
 
 def test_summary_without_retrieval_has_no_recall():
-    made = scoring.summarise([run(answer("Germany"))], retrieval=False)
+    made = scoring.summarise([replace(run(answer("Germany")), prompt="cot")])
     null = {name for name, value in made.items() if value is None}
     assert null == {
         "recall_rate",

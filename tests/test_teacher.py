@@ -313,8 +313,8 @@ WALKS = {
                 ("population of Bonn", shown(BONN)),
             ),
             (
-                "<think> The population of Bonn is 313,125. Bonn has more.</think>"
-                "<answer> Bonn</answer>",
+                "<think> The population of Bonn is 313,125. Victoria has 289,625. Bonn has more."
+                "</think><answer> Bonn</answer>",
                 None,
             ),
         ],

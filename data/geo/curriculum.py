@@ -51,6 +51,7 @@ KS = (
 VIEW_MIX = {"full": 0.45, "o": 0.15, "oq": 0.25, "oqp": 0.15}
 REFINED = 0.4  # share of episodes that read refined documents, half of them under -oq
 INVENTED = (0.2, 0.6)  # share of names that are nobody's: at first, and in the last third
+COUNTRIES = 0.3  # share of readings that start from a country
 BARE = 0.3  # share of first queries that leave out what tells homonyms apart
 Example = tuple[list[int], list[float]]  # ids and a weight for each as a target
 CONTEXT_WEIGHT = 0.1  # of tokens that the model did not write itself
@@ -159,7 +160,7 @@ class Lessons:
                 method = Method(k=k, form=FORM)
                 asked = self.questions(max(1, round(n * share)))
                 refine = self.noisy_oracle if refined else keep_all
-                for t in rollout(asked, teacher, self.search, refine, method, Sampling(72)):
+                for t in rollout(asked, teacher, self.search, refine, method, Sampling(80)):
                     if t.prediction == t.question.answers[0]:
                         yield from self.show(t, refined)
 
@@ -249,7 +250,9 @@ class Lessons:
 
         At most ``most`` documents; each sentence is left out with probability ``drop``.
         """
-        starts = self.rng.choices(list(self.world.entities.values()), k=n)
+        kinds = self.rng.choices(("country", "city"), (COUNTRIES, 1 - COUNTRIES), k=n)
+        pools = {"country": self.world.countries, "city": self.world.cities}
+        starts = [self.rng.choice(pools[kind]) for kind in kinds]
         found = self.search([e.name for e in starts], most)
         for start, passages in zip(starts, found, strict=True):
             count = self.rng.randint(1, most)

@@ -257,9 +257,9 @@ def batches(examples: list[Example], rng: random.Random, longest: int) -> Iterat
 def lessons_of_stage(lessons: Lessons, stage: int) -> list[Example]:
     """Stages 0 to 2 read ever more documents; stage 3 plays the protocol."""
     if stage < 3:
-        reading = lessons.readings(700, stage + 1, (0.5, 0.3, 0.0)[stage])
-        return [*reading, *lessons.episodes(60, (1, 1, 2, 3))]
-    return [*lessons.readings(600, 5, 0.0), *lessons.episodes(800)]
+        reading = lessons.readings(350, stage + 1, (0.5, 0.3, 0.0)[stage])
+        return [*reading, *lessons.episodes(30, (1, 1, 2, 3))]
+    return [*lessons.readings(150, 5, 0.0), *lessons.episodes(200)]
 
 
 def exam(engine: HFEngine, entities: list[Entity]) -> str:
@@ -268,7 +268,7 @@ def exam(engine: HFEngine, entities: list[Entity]) -> str:
         world = deal(entities, random.Random("exam"))
         search = build_index(world.passages(), folder)
         asked = Lessons(world, search, engine, random.Random(0)).questions(140)
-        runs = rollout(asked, engine, search, keep_all, Method(budget=4, form=FORM), Sampling(72))
+        runs = rollout(asked, engine, search, keep_all, Method(budget=4, form=FORM), Sampling(80))
     right = {many: [] for many in (False, True)}
     for t in runs:
         right[t.question.hops > 1].append(t.prediction == t.question.answers[0])
@@ -281,14 +281,14 @@ def school(trainer: Trainer, engine: HFEngine, seed: int, tokens: int, log: call
     rng, entities = random.Random(seed), training_entities()
     stage, done, mean, since = 0, 0, Mean(0.98), 0
     for number in itertools.count():
-        draw = random.Random(f"{seed}-{number // (8 if stage < 3 else 1)}")
+        draw = random.Random(f"{seed}-{number}")
         world = deal(entities, draw, INVENTED[done > tokens * 2 / 3])
         with tempfile.TemporaryDirectory() as folder:
             search = build_index(world.passages(), folder)
             examples = lessons_of_stage(Lessons(world, search, engine, rng), stage)
         for ids, weights in batches(examples, rng, 320 if stage < 3 else 900):
             share = done / tokens
-            scale = min(1.0, max(0.02, (1 - share) / 0.9))
+            scale = min(1.0, max(0.03, (1 - share) / 0.6))
             losses, w = trainer.step(ids, weights, scale)
             mean.add(losses[w == 1].mean().item())
             done, since = done + int((weights > 0).sum()), since + 1
@@ -309,7 +309,7 @@ def main() -> None:
     """Train one seed and save it as a Hugging Face folder, weights in bfloat16."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--tokens", type=float, default=8e6, help="training tokens")
+    parser.add_argument("--tokens", type=float, default=9e6, help="training tokens")
     parser.add_argument("--out", type=Path, default=HERE / "base")
     args = parser.parse_args()
     started = time.monotonic()
