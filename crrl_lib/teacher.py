@@ -116,6 +116,19 @@ def look_up(attribute: str, description: str, readings: Sequence[Reading]) -> st
     return values.pop() if len(values) == 1 else None
 
 
+def state(attribute: str, name: str, value: str) -> str:
+    """Say in a thought what a document says, in nearly its words.
+
+    >>> state("currency", "Peru", "Sol"), state("country", "Lima", "Peru")
+    ('Peru: the currency is Sol.', 'Lima is in Peru.')
+    """
+    if attribute == "country with capital":
+        return f"{name} is the capital of {value}."
+    if attribute in ("country", "continent"):
+        return f"{name} is in {value}."
+    return f"{name}: the {attribute} is {value}."
+
+
 def _of(attribute: str, description: str) -> str:
     joint = " " if attribute == "country with capital" else " of "
     return f"{attribute}{joint}{description}"
@@ -144,7 +157,7 @@ def act(question: str, steps: Sequence[tuple[str, str]], bare: float = 0.0) -> s
         misses = 0 if value else misses + 1
         thought = "No document fits. "
         if value:
-            thought = f"The {_of(attribute, _bare(description))} is {value}. "
+            thought = state(attribute, _bare(description), value) + " "
             found.append(value)
         if len(found) == len(hops) or misses == 2:
             break
@@ -157,6 +170,8 @@ def act(question: str, steps: Sequence[tuple[str, str]], bare: float = 0.0) -> s
     asked = description
     if attribute in ATTRIBUTES and hasty[len(found)] != (misses == 1):
         asked = _bare(description)
+    if found and read_question(question)[0] == "compare":
+        thought += f"{hops[0][1]} or {description}? "
     need = f"{thought}I need the {_of(attribute, description)}."
     return f"<think> {need}</think><search> {_of(attribute, asked)}</search>"
 

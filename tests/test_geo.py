@@ -99,7 +99,7 @@ def test_a_fact_that_is_missing_leaves_no_sentence():
     [
         ("Bonn is a town in Germany.", "city", "country", {"name": "Bonn", "country": "Germany"}),
         ("Clocks follow Europe/Berlin time.", "city", "zone", {"zone": "Europe/Berlin"}),
-        ("It has 313,125 inhabitants.", "city", "population", {"population": "313,125"}),
+        ("Its population is 310,000.", "city", "population", {"population": "310,000"}),
         (
             "The closest major city is Cologne, at 24 km.",
             "city",
@@ -107,7 +107,7 @@ def test_a_fact_that_is_missing_leaves_no_sentence():
             {"near": "Cologne", "km": "24"},
         ),
         (
-            "The capital of Guinea-Bissau is Bissau.",
+            "Guinea-Bissau's capital is Bissau.",
             "country",
             "capital",
             {"name": "Guinea-Bissau", "capital": "Bissau"},
@@ -139,7 +139,7 @@ def test_read_sentence(sentence, kind, fact, slots):
 
 def test_foreign_sentences_are_passed_over():
     assert geo.read_sentence("Bonn lies on the Rhine.") is None
-    assert geo.read_sentence("The currency is the Euro") is None  # cut off before its full stop
+    assert geo.read_sentence("The currency is Euro") is None  # cut off before its full stop
     reading = read_passage("Bonn", "Beethoven was born here. The population is 313,125. Nice.")
     assert reading.facts == {"population": "313,125"}
     assert reading.sentences == {"population": "The population is 313,125."}
@@ -171,6 +171,7 @@ def test_facts_are_plausible_and_consistent(readings):
             assert r.facts["near"] != r.title
             assert int(r.facts["km"]) < 6000
             assert abs(float(r.facts["lat"])) <= 90 and abs(float(r.facts["lon"])) <= 180
+            assert re.fullmatch(r"[1-9],?[0-9]?[0,]*", r.facts["population"])  # two digits
             assert int(r.facts["population"].replace(",", "")) > 0
     assert countries["Germany"].facts["capital"] == "Berlin"
     assert countries["Chad"].facts["domain"] == ".td"

@@ -22,7 +22,7 @@ CHILE = Passage(
     "c",
     "Victoria",
     "Victoria is a town in Chile. The time zone is America/Santiago. "
-    "The nearest major city is Temuco, 57 km away. It has 24,555 inhabitants.",
+    "The nearest major city is Temuco, 57 km away. Its population is 25,000.",
 )
 TEXAS = Passage(
     "t",
@@ -40,11 +40,11 @@ BONN = Passage("b", "Bonn", "Bonn is a place in Germany. The population is 313,1
 GERMANY = Passage(
     "g",
     "Germany",
-    "Germany is part of Europe. People pay with the Euro. The capital of Germany is Berlin. "
-    "Phone numbers begin with +49 and web sites end in .de. "
+    "Germany is a state in Europe. Its currency is Euro. Germany's capital is Berlin. "
+    "The calling code is +49 and the internet domain is .de. "
     "It has 82,927,922 inhabitants on 357,021 square kilometres. It borders Austria, France.",
 )
-PERU = Passage("p", "Peru", "Peru is a country in South America. The seat of government is Lima.")
+PERU = Passage("p", "Peru", "Peru is a country in South America. Its capital is Lima.")
 
 
 class ByteEngine:
@@ -152,17 +152,17 @@ def test_select(attribute, description, countries):
     ("query", "text"),
     [
         ("country of Bonn", "(Title: Bonn) Bonn is a place in Germany."),
-        ("currency of Germany", "(Title: Germany) People pay with the Euro."),
+        ("currency of Germany", "(Title: Germany) Its currency is Euro."),
         (
             "internet domain of Germany",
-            "(Title: Germany) Phone numbers begin with +49 and web sites end in .de.",
+            "(Title: Germany) The calling code is +49 and the internet domain is .de.",
         ),
-        ("country with capital Lima", "(Title: Peru) The seat of government is Lima."),
+        ("country with capital Lima", "(Title: Peru) Its capital is Lima."),
         ("country with capital Bonn", "(Title: Bonn) Bonn is a place in Germany."),  # by its city
         # Told apart by near, by time zone, by country: one passage, the asked sentence alone.
         (
             "population of Victoria near Temuco",
-            "(Title: Victoria) It has 24,555 inhabitants.",
+            "(Title: Victoria) Its population is 25,000.",
         ),
         (
             "nearest major city of Victoria in the America/Chicago time zone",
@@ -172,7 +172,7 @@ def test_select(attribute, description, countries):
         # Not told apart: what would tell them apart is kept, the asked sentence first.
         (
             "population of Victoria",
-            "(Title: Victoria) It has 24,555 inhabitants. Victoria is a town in Chile. "
+            "(Title: Victoria) Its population is 25,000. Victoria is a town in Chile. "
             "The nearest major city is Temuco, 57 km away. The time zone is America/Santiago.\n"
             "(Title: Victoria) The population is 65,534. Victoria is a city in United States. "
             "The closest major city is Corpus Christi, at 118 km. "
@@ -235,7 +235,7 @@ WALKS = {
                 "<search> currency of Germany</search>",
                 ("currency of Germany", shown(PERU, GERMANY)),
             ),
-            ("<think> The currency of Germany is Euro.</think><answer> Euro</answer>", None),
+            ("<think> Germany: the currency is Euro.</think><answer> Euro</answer>", None),
         ],
     ),
     "city_country": (
@@ -246,7 +246,7 @@ WALKS = {
                 "<search> country of Victoria near Temuco</search>",
                 ("country of Victoria near Temuco", shown(TEXAS, CHILE)),
             ),
-            ("<think> The country of Victoria is Chile.</think><answer> Chile</answer>", None),
+            ("<think> Victoria is in Chile.</think><answer> Chile</answer>", None),
         ],
     ),
     "city_nearest": (
@@ -258,7 +258,7 @@ WALKS = {
                 ("nearest major city of Victoria in Canada", shown(CHILE, CANADA)),
             ),
             (
-                "<think> The nearest major city of Victoria is Vancouver.</think>"
+                "<think> Victoria: the nearest major city is Vancouver.</think>"
                 "<answer> Vancouver</answer>",
                 None,
             ),
@@ -272,11 +272,11 @@ WALKS = {
                 ("country of Bonn", shown(BONN)),
             ),
             (
-                "<think> The country of Bonn is Germany. I need the calling code of Germany."
+                "<think> Bonn is in Germany. I need the calling code of Germany."
                 "</think><search> calling code of Germany</search>",
                 ("calling code of Germany", shown(GERMANY)),
             ),
-            ("<think> The calling code of Germany is +49.</think><answer> +49</answer>", None),
+            ("<think> Germany: the calling code is +49.</think><answer> +49</answer>", None),
         ],
     ),
     "capital_attribute": (
@@ -288,13 +288,12 @@ WALKS = {
                 ("country with capital Lima", shown(GERMANY, PERU)),
             ),
             (
-                "<think> The country with capital Lima is Peru. I need the continent of Peru."
+                "<think> Lima is the capital of Peru. I need the continent of Peru."
                 "</think><search> continent of Peru</search>",
                 ("continent of Peru", shown(PERU)),
             ),
             (
-                "<think> The continent of Peru is South America.</think>"
-                "<answer> South America</answer>",
+                "<think> Peru is in South America.</think><answer> South America</answer>",
                 None,
             ),
         ],
@@ -308,12 +307,13 @@ WALKS = {
                 ("population of Victoria in Canada", shown(CANADA, TEXAS)),
             ),
             (
-                "<think> The population of Victoria is 289,625. I need the population of Bonn."
+                "<think> Victoria: the population is 289,625. Victoria in Canada or Bonn? "
+                "I need the population of Bonn."
                 "</think><search> population of Bonn</search>",
                 ("population of Bonn", shown(BONN)),
             ),
             (
-                "<think> The population of Bonn is 313,125. Victoria has 289,625. Bonn has more."
+                "<think> Bonn: the population is 313,125. Victoria has 289,625. Bonn has more."
                 "</think><answer> Bonn</answer>",
                 None,
             ),
@@ -330,16 +330,16 @@ WALKS = {
                 ("…", "Doc 1(Title: Melk) The nearest major city is Bonn, 9 km away."),
             ),
             (
-                "<think> The nearest major city of Melk is Bonn. I need the country of Bonn."
+                "<think> Melk: the nearest major city is Bonn. I need the country of Bonn."
                 "</think><search> country of Bonn</search>",
                 ("country of Bonn", shown(BONN)),
             ),
             (
-                "<think> The country of Bonn is Germany. I need the currency of Germany.</think>"
+                "<think> Bonn is in Germany. I need the currency of Germany.</think>"
                 "<search> currency of Germany</search>",
                 ("currency of Germany", shown(GERMANY)),
             ),
-            ("<think> The currency of Germany is Euro.</think><answer> Euro</answer>", None),
+            ("<think> Germany: the currency is Euro.</think><answer> Euro</answer>", None),
         ],
     ),
 }
@@ -370,7 +370,7 @@ def test_a_miss_is_tried_once_more_without_qualifier_then_given_up():
     )
     assert act(question, [miss, ("country of Victoria", NOTHING_RELEVANT)]) == ""
     found = act(question, [miss, ("country of Victoria", shown(TEXAS, CHILE))])
-    assert found == "<think> The country of Victoria is Chile.</think><answer> Chile</answer>"
+    assert found == "<think> Victoria is in Chile.</think><answer> Chile</answer>"
 
 
 def test_misses_count_hop_by_hop():

